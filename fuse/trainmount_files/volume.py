@@ -1,0 +1,233 @@
+"""The one protocol behind which every store stands, and the values that cross it.
+
+A volume is a tree of files behind a URL. Paths are relative to its root, with `/` between names, no leading slash and
+no `.` or `..`; the root is the empty string. Every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, Final, Protocol
+
+from trainmount_files.errors import Unavailable
+
+__all__ = ["MIB", "ByteRange", "Capabilities", "FileStat", "Page", "Upload", "Volume", "list_directory"]
+
+MIB: Final = 1 << 20
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ByteRange:
+    """The bytes from `start` up to but not including `end`."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end:
+            raise ValueError(f"range must satisfy 0 <= start <= end, got {self.start}, {self.end}")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def to_header(self) -> str:
+        """The value of a `Range` header; the range must not be empty."""
+        # RFC 9110 ranges are inclusive at both ends; ours are not.
+        return f"bytes={self.start}-{self.end - 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """What a store says of one path at one moment."""
+
+    path: str
+    """Relative to the volume's root."""
+
+    is_directory: bool
+
+    size_bytes: int = 0
+    """0 for a directory."""
+
+    mtime_ns: int = 0
+    """Nanoseconds since the epoch; 0 where the store does not tell (directories of the Files API).
+
+    The store's own resolution: one second from the Files API's HEAD, one millisecond from its listing.
+    """
+
+    version: str = ""
+    """Opaque, compared for equality only; two different contents have different versions as far as the store tells.
+
+    From the Files API: size and modification time cut to the second, so that HEAD and listing agree.
+    Empty for a directory.
+    """
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One answer of a listing. May be short or empty although `next_page_token` is set."""
+
+    entries: tuple[FileStat, ...]
+    next_page_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a kind of volume can do beyond the protocol."""
+
+    atomic_rename: bool = False
+    """`rename` is one step for files. False for the Files API, where a rename is a copy and a delete."""
+
+    exclusive_create: bool = True
+    """`overwrite=False` is held by the store itself, against a race."""
+
+    max_put_bytes: int | None = None
+    """Largest file that one `put` may have; None is no limit below the store's own."""
+
+    min_part_bytes: int = 5 * MIB
+    """Every part but the last has at least this size."""
+
+    max_parts: int = 10_000
+
+
+class Upload(Protocol):
+    """A file in the making from numbered parts. Nothing is visible at the path before `complete`."""
+
+    def put_part(self, part_number: int, data: Buffer) -> None:
+        """Store part `part_number` (from 1, any order, from any thread; the same number again replaces)."""
+        ...
+
+    def complete(self) -> FileStat:
+        """Make the file visible in one step and return it. May be called once.
+
+        Raises:
+            AlreadyExists: the upload was started with `overwrite=False` and lost the race.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Give up and free what was stored. Safe to call more than once and after `complete`; never raises."""
+        ...
+
+
+class Volume(Protocol):
+    """A tree of files behind a URL."""
+
+    @property
+    def url(self) -> str:
+        """Where the volume is, without any credential: `/Volumes/c/s/v/dir`, `file:///dir`."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def stat(self, path: str) -> FileStat:
+        """Raises NotFound."""
+        ...
+
+    def list_page(self, path: str, page_token: str | None = None) -> Page:
+        """One page of a directory's direct entries, in the store's order.
+
+        Raises:
+            NotFound: nothing at `path`.
+            NotADirectory: a file is at `path`.
+        """
+        ...
+
+    def read_into(
+        self,
+        path: str,
+        byte_range: ByteRange,
+        buffer: bytearray | memoryview,
+        *,
+        version: str | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """Fill the first `len(byte_range)` bytes of `buffer` with exactly that range, or raise.
+
+        The range must lie inside the file. Where the call raises, the buffer's content is undefined. With `version`,
+        bytes of another version are never returned.
+
+        Raises:
+            InexactRange: the range reaches past the end, or the store gave other bytes than asked for.
+            PreconditionFailed: the file is another version now.
+        """
+        ...
+
+    def put(self, path: str, data: Buffer, *, overwrite: bool = True) -> FileStat:
+        """Store a whole small file in one request. Parents are made.
+
+        Raises:
+            AlreadyExists: `overwrite=False` and something is at the path.
+            TooLarge: above `capabilities.max_put_bytes`.
+        """
+        ...
+
+    def upload(
+        self,
+        path: str,
+        source: BinaryIO,
+        size_bytes: int,
+        *,
+        overwrite: bool = True,
+        cancel: threading.Event | None = None,
+    ) -> FileStat:
+        """Store `size_bytes` bytes of a real file, read from its start by position with `os.pread`.
+
+        Memory does not grow with the size: parts are slices of the file. Atomic: the path shows the old content or
+        none until the whole of the new one is there. A failed upload is aborted. Parents are made.
+        """
+        ...
+
+    def start_upload(self, path: str, *, overwrite: bool = True) -> Upload:
+        """Begin a file from parts."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Remove a file. Raises NotFound, IsADirectory."""
+        ...
+
+    def rename(self, source: str, destination: str) -> FileStat:
+        """Move a file over whatever file is at `destination`.
+
+        One step where `capabilities.atomic_rename`; otherwise a copy and a delete, in that order.
+        """
+        ...
+
+    def make_directory(self, path: str) -> None:
+        """Make a directory and its parents; one that is there is fine. Raises AlreadyExists over a file."""
+        ...
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory. Raises NotFound, NotADirectory, DirectoryNotEmpty."""
+        ...
+
+    def close(self) -> None:
+        """Free connections. Calls after it raise."""
+        ...
+
+
+def list_directory(volume: Volume, path: str) -> Iterator[FileStat]:
+    """Every direct entry of a directory, page by page.
+
+    Raises:
+        Unavailable: the store hands out a page token a second time, which would never end.
+    """
+    seen: set[str] = set()
+    token: str | None = None
+    while True:
+        page = volume.list_page(path, token)
+        yield from page.entries
+        token = page.next_page_token or None
+        if token is None:
+            return
+        if token in seen:
+            raise Unavailable("list", path, "the store repeated a page token")
+        seen.add(token)
