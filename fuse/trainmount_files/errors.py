@@ -1,4 +1,6 @@
-"""What can go wrong with a volume. Every error carries the path and the operation, never a signed URL or a token.
+"""What can go wrong with a volume.
+
+Every error carries the path and the operation, never a signed URL or a token.
 
 VolumeError                    an operation on a volume failed
 ├── NotFound                   no file or directory at the path
@@ -14,7 +16,8 @@ VolumeError                    an operation on a volume failed
 ├── Unsupported                this kind of volume cannot do it
 ├── InexactRange               a body that is not the range that was asked for
 ├── Cancelled                  the caller cancelled the transfer
-└── Unavailable                throttled, 5xx, network; retried until the deadline, may succeed later
+└── Unavailable                throttled, 5xx, network; retried until the deadline, may succeed
+later
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The one protocol behind which every store stands, and the values that cross it.
 
-A volume is a tree of files behind a URL. Paths are relative to its root, with `/` between names, no leading slash and
-no `.` or `..`; the root is the empty string. Every method may be called from any thread.
+A volume is a tree of files behind a URL. Paths are relative to its root, with `/` between names, no
+leading slash and no `.` or `..`; the root is the empty string. Every method may be called from any
+thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from typing import BinaryIO, Final, Protocol
 
 from trainmount_files.errors import Unavailable
 
-__all__ = ["MIB", "ByteRange", "Capabilities", "FileStat", "Page", "Upload", "Volume", "list_directory"]
+__all__ = [
+    "MIB",
+    "ByteRange",
+    "Capabilities",
+    "FileStat",
+    "Page",
+    "Upload",
+    "Volume",
+    "list_directory",
+]
 
 MIB: Final = 1 << 20
 
@@ -55,14 +65,15 @@ class FileStat:
     mtime_ns: int = 0
     """Nanoseconds since the epoch; 0 where the store does not tell (directories of the Files API).
 
-    The store's own resolution: one second from the Files API's HEAD, one millisecond from its listing.
+    The store's own resolution: one second from the Files API's HEAD, one millisecond from its
+    listing.
     """
 
     version: str = ""
-    """Opaque, compared for equality only; two different contents have different versions as far as the store tells.
+    """Opaque, compared for equality only; different contents differ as far as the store tells.
 
-    From the Files API: size and modification time cut to the second, so that HEAD and listing agree.
-    Empty for a directory.
+    From the Files API: size and modification time cut to the second, so that HEAD and listing
+    agree. Empty for a directory.
     """
 
     @property
@@ -83,7 +94,7 @@ class Capabilities:
     """What a kind of volume can do beyond the protocol."""
 
     atomic_rename: bool = False
-    """`rename` is one step for files. False for the Files API, where a rename is a copy and a delete."""
+    """`rename` is one step for files. The Files API has none: a rename is a copy and a delete."""
 
     exclusive_create: bool = True
     """`overwrite=False` is held by the store itself, against a race."""
@@ -98,10 +109,10 @@ class Capabilities:
 
 
 class Upload(Protocol):
-    """A file in the making from numbered parts. Nothing is visible at the path before `complete`."""
+    """A file in the making from numbered parts; nothing is at the path before `complete`."""
 
     def put_part(self, part_number: int, data: Buffer) -> None:
-        """Store part `part_number` (from 1, any order, from any thread; the same number again replaces)."""
+        """Store part `part_number`, from 1, in any order, from any thread; a repeat replaces."""
         ...
 
     def complete(self) -> FileStat:
@@ -113,7 +124,7 @@ class Upload(Protocol):
         ...
 
     def abort(self) -> None:
-        """Give up and free what was stored. Safe to call more than once and after `complete`; never raises."""
+        """Give up and free what was stored; safe to repeat and after `complete`; never raises."""
         ...
 
 
@@ -152,12 +163,12 @@ class Volume(Protocol):
     ) -> None:
         """Fill the first `len(byte_range)` bytes of `buffer` with exactly that range, or raise.
 
-        The range must lie inside the file. Where the call raises, the buffer's content is undefined. With `version`,
-        bytes of another version are never returned.
+        The range must lie inside the file. Where the call raises, the buffer's content is
+        undefined. With `version`, bytes of another version are never returned.
 
         Raises:
-            InexactRange: the range reaches past the end, or the store gave other bytes than asked for.
-            PreconditionFailed: the file is another version now.
+            InexactRange: the range reaches past the end, or the store gave other bytes than asked
+            for. PreconditionFailed: the file is another version now.
         """
         ...
 
@@ -181,8 +192,9 @@ class Volume(Protocol):
     ) -> FileStat:
         """Store `size_bytes` bytes of a real file, read from its start by position with `os.pread`.
 
-        Memory does not grow with the size: parts are slices of the file. Atomic: the path shows the old content or
-        none until the whole of the new one is there. A failed upload is aborted. Parents are made.
+        Memory does not grow with the size: parts are slices of the file. Atomic: the path shows the
+        old content or none until the whole of the new one is there. A failed upload is aborted.
+        Parents are made.
         """
         ...
 
@@ -202,7 +214,10 @@ class Volume(Protocol):
         ...
 
     def make_directory(self, path: str) -> None:
-        """Make a directory and its parents; one that is there is fine. Raises AlreadyExists over a file."""
+        """Make a directory and its parents; one that is there is fine.
+
+        Raises AlreadyExists over a file.
+        """
         ...
 
     def remove_directory(self, path: str) -> None:
