@@ -1,0 +1,57 @@
+"""Trees of files behind a URL: Unity Catalog volumes and directories, through one protocol."""
+
+from trainmount_files.errors import (
+    AlreadyExists,
+    Cancelled,
+    DirectoryNotEmpty,
+    InexactRange,
+    InvalidRequest,
+    IsADirectory,
+    NotADirectory,
+    NotFound,
+    PermissionDenied,
+    PreconditionFailed,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+    VolumeError,
+)
+from trainmount_files.open import open_volume
+from trainmount_files.volume import (
+    MIB,
+    ByteRange,
+    Capabilities,
+    FileStat,
+    Page,
+    Upload,
+    Volume,
+    list_directory,
+)
+
+__all__ = [
+    "MIB",
+    "AlreadyExists",
+    "ByteRange",
+    "Cancelled",
+    "Capabilities",
+    "DirectoryNotEmpty",
+    "FileStat",
+    "InexactRange",
+    "InvalidRequest",
+    "IsADirectory",
+    "NotADirectory",
+    "NotFound",
+    "Page",
+    "PermissionDenied",
+    "PreconditionFailed",
+    "TooLarge",
+    "Unauthenticated",
+    "Unavailable",
+    "Unsupported",
+    "Upload",
+    "Volume",
+    "VolumeError",
+    "list_directory",
+    "open_volume",
+]
