@@ -1,48 +1,40 @@
-"""Embed each example's training code into its `trainingjob.yaml`: one file for kubectl.
+"""Embed each example's code into its manifests: one file is then all that kubectl needs.
 
     python embed_code.py [--check]
 
-`trainingjob.yaml` is `job.yaml` (written by hand) after a ConfigMap that holds `train.py`. With
-`--check` nothing is written, and the exit code says whether anything would be.
+`X.yaml` is made from `X.in.yaml`, in which a line that is only `@name@` stands for the file of that
+name beside it, indented as the line is. With `--check` nothing is written, and the exit code says
+whether anything would be.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import textwrap
 from pathlib import Path
 
-import yaml
-
 HERE = Path(__file__).resolve().parent
 
 
-def render(example: Path) -> str:
-    """The whole text of `trainingjob.yaml`."""
-    job = (example / "job.yaml").read_text()
-    name = yaml.safe_load(job)["spec"]["codeSource"]["configMap"]["name"]
-    code = textwrap.indent(
-        (example / "train.py").read_text(), "    ", lambda line: line.strip() != ""
-    )
-    return (
-        "# Made by `make examples` from train.py and job.yaml beside this file: change those.\n"
-        "apiVersion: v1\n"
-        "kind: ConfigMap\n"
-        f"metadata: {{name: {name}}}\n"
-        "data:\n"
-        f"  train.py: |\n{code}"
-        f"---\n{job}"
-    )
+def render(template: Path) -> str:
+    """The whole text of the manifest."""
+
+    def embedded(place: re.Match[str]) -> str:
+        return textwrap.indent((template.parent / place[2]).read_text(), place[1])
+
+    sources = re.sub(r"^( *)@([\w.]+)@\n", embedded, template.read_text(), flags=re.MULTILINE)
+    return f"# Made by `make examples` from {template.name} and what it names.\n{sources}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Embed training code into trainingjob.yaml files.")
+    parser = argparse.ArgumentParser(description="Embed code into the examples' manifests.")
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     stale = []
-    for job in sorted(HERE.glob("*/job.yaml")):
-        target, text = job.parent / "trainingjob.yaml", render(job.parent)
+    for template in sorted(HERE.glob("*/*.in.yaml")):
+        target, text = Path(str(template).replace(".in.yaml", ".yaml")), render(template)
         if not target.exists() or target.read_text() != text:
             stale.append(str(target.relative_to(HERE)))
             if not check:

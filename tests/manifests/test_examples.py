@@ -1,4 +1,4 @@
-"""The examples are what a newcomer runs first: they parse, and what is embedded is what stands beside."""
+"""The examples are what a newcomer runs first: valid, and embedded code is the code beside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from trainmount_operator.spec import parse_job
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "manifests" / "examples"
