@@ -1,0 +1,65 @@
+"""The one table from a volume's errors to the number a program sees. Called by `adapter` and `filesystem`."""
+
+from __future__ import annotations
+
+import errno
+from typing import Final
+
+from trainmount_files.errors import (
+    AlreadyExists,
+    Cancelled,
+    DirectoryNotEmpty,
+    InexactRange,
+    InvalidRequest,
+    IsADirectory,
+    NotADirectory,
+    NotFound,
+    PermissionDenied,
+    PreconditionFailed,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+    VolumeError,
+)
+
+__all__ = ["ERRNO_BY_ERROR", "errno_of", "errno_of_transfer"]
+
+ERRNO_BY_ERROR: Final[dict[type[VolumeError], int]] = {
+    NotFound: errno.ENOENT,
+    AlreadyExists: errno.EEXIST,
+    NotADirectory: errno.ENOTDIR,
+    IsADirectory: errno.EISDIR,
+    DirectoryNotEmpty: errno.ENOTEMPTY,
+    PreconditionFailed: errno.ESTALE,
+    PermissionDenied: errno.EACCES,
+    Unauthenticated: errno.EACCES,
+    InvalidRequest: errno.EINVAL,
+    TooLarge: errno.EFBIG,
+    Unsupported: errno.EOPNOTSUPP,
+    InexactRange: errno.EIO,
+    Cancelled: errno.EINTR,
+    Unavailable: errno.EAGAIN,
+}
+
+
+def errno_of(error: BaseException) -> int:
+    """The errno for an error of an operation on names; EIO for anything that nobody planned."""
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO
+    for kind in type(error).__mro__:
+        if kind in ERRNO_BY_ERROR:
+            return ERRNO_BY_ERROR[kind]
+    return errno.EIO
+
+
+def errno_of_transfer(error: BaseException) -> int:
+    """The same for bytes: a program does not expect EAGAIN from a regular file, so Unavailable is EIO there.
+
+    A file that is gone under an open handle is ESTALE: the name it was opened by is not what the program asked about.
+    """
+    if isinstance(error, Unavailable):
+        return errno.EIO
+    if isinstance(error, NotFound):
+        return errno.ESTALE
+    return errno_of(error)
