@@ -1,0 +1,125 @@
+"""File bytes in and out of the server; called by `file_routes` and `upload_routes`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from email.utils import formatdate
+from typing import Final
+
+from aiohttp import ClientError, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from trainmount_files.server.call import Api, Call
+from trainmount_files.server.errors import ApiError
+from trainmount_files.server.ranges import parse_range, require_unmodified
+from trainmount_files.server.staging import Temporary
+from trainmount_files.server.store import FileInfo
+from trainmount_files.volume import MIB, ByteRange
+
+__all__ = ["file_headers", "receive", "send_file"]
+
+# Written to the disk at once. Larger only costs memory: one buffer an upload in flight.
+_WRITE_BYTES: Final = 4 * MIB
+
+# Up to here one write of head and body together beats the set-up of sendfile.
+_SMALL_BYTES: Final = 256 * 1024
+
+
+async def receive(api: Api, call: Call, temporary: Temporary) -> None:
+    """Write the body of the request to a file, all of it or an error.
+
+    Raises:
+        ApiError: 400 for a body that breaks off, 413 for one above the limit.
+    """
+    limit = api.settings.max_put_bytes
+    announced = call.request.content_length
+    if announced is not None and announced > limit:
+        raise _too_large(limit)
+    buffer = bytearray()
+    received = 0
+    try:
+        async for chunk in call.request.content.iter_any():
+            received += len(chunk)
+            if received > limit:
+                raise _too_large(limit)
+            buffer += chunk
+            if len(buffer) >= _WRITE_BYTES:
+                full, buffer = buffer, bytearray()
+                await api.run(_write_all, temporary.fd, full)
+    except (ClientError, HttpProcessingError, ConnectionError) as error:
+        raise _broken_off() from error
+    # With a chunked body the parser raises above when the last chunk is missing; a length is
+    # compared here.
+    if announced is not None and received != announced:
+        raise _broken_off()
+    if buffer:
+        await api.run(_write_all, temporary.fd, buffer)
+
+
+def file_headers(call: Call, info: FileInfo) -> dict[str, str]:
+    headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+    if not call.fault.no_last_modified:
+        headers["Last-Modified"] = formatdate(info.mtime_seconds, usegmt=True)
+    return headers
+
+
+async def send_file(api: Api, call: Call, fd: int, info: FileInfo, path: str) -> web.StreamResponse:
+    """Answer with an open file or the part of it that was asked for. Closes `fd`."""
+    try:
+        request = call.request
+        require_unmodified(request.headers.get("If-Unmodified-Since"), info, path)
+        headers = file_headers(call, info)
+        wanted = None
+        if not call.fault.ignore_range:
+            wanted = parse_range(request.headers.get("Range"), info.size_bytes)
+        span = wanted or ByteRange(0, info.size_bytes)
+        if wanted is not None:
+            headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{info.size_bytes}"
+        status = 200 if wanted is None else 206
+        if len(span) <= _SMALL_BYTES and call.fault.cut_after_bytes is None:
+            body = await api.run(os.pread, fd, len(span), span.start)
+            if len(body) == len(span):
+                return web.Response(status=status, headers=headers, body=body)
+        return await _stream(call, fd, span, status=status, headers=headers)
+    finally:
+        os.close(fd)
+
+
+async def _stream(
+    call: Call, fd: int, span: ByteRange, *, status: int, headers: dict[str, str]
+) -> web.StreamResponse:
+    response = web.StreamResponse(status=status, headers=headers)
+    response.content_length = len(span)
+    await response.prepare(call.request)
+    transport = call.request.transport
+    if transport is None:
+        raise ConnectionResetError("the client went away")
+    cut = call.fault.cut_after_bytes
+    length = len(span) if cut is None else min(cut, len(span))
+    if length:
+        with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
+            sent = await asyncio.get_running_loop().sendfile(transport, file, span.start, length)
+    else:
+        sent = 0
+    if sent != len(span):
+        # Cut on purpose, or the file shrank below us: only a closed connection tells the client so.
+        transport.close()
+        raise ConnectionResetError("the body was cut")
+    await response.write_eof()
+    return response
+
+
+def _write_all(fd: int, data: bytearray) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _broken_off() -> ApiError:
+    return ApiError(400, "INVALID_PARAMETER_VALUE", "The body of the request broke off.")
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"The body must be at most {limit} bytes; larger files are uploaded in parts."
+    return ApiError(413, "INVALID_PARAMETER_VALUE", message, reason="FILES_API_FILE_TOO_LARGE")

@@ -1,0 +1,90 @@
+"""What every route gets: the request, the fault that goes with it, and the parts of the server it
+may use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from aiohttp import web
+
+from trainmount_files.server.errors import invalid
+from trainmount_files.server.faults import Fault
+from trainmount_files.server.multipart import UploadStore
+from trainmount_files.server.presigned import Signer
+from trainmount_files.server.settings import ServerSettings
+from trainmount_files.server.staging import Staging
+from trainmount_files.server.store import DirectoryStore
+
+__all__ = ["Api", "Call", "empty", "read_json"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# A complete with 10,000 parts is half a megabyte.
+_MAX_JSON_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """The server's parts; one for its life."""
+
+    settings: ServerSettings
+    store: DirectoryStore
+    staging: Staging
+    uploads: UploadStore
+    signer: Signer
+    threads: ThreadPoolExecutor
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call something that touches the disk, off the event loop."""
+        call = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request on its way."""
+
+    request: web.BaseRequest
+    fault: Fault
+
+    @property
+    def base_url(self) -> str:
+        """As the client sees this server, so that signed URLs work through names and forwarded
+        ports.
+        """
+        return f"{self.request.scheme}://{self.request.host}"
+
+    def overwrite(self) -> bool:
+        """The `overwrite` parameter; absent means true."""
+        value = self.request.query.get("overwrite", "true").lower()
+        if value not in ("true", "false"):
+            raise invalid(f"overwrite must be true or false, got {value}")
+        return value == "true"
+
+
+def empty(status: int = 204) -> web.Response:
+    return web.Response(status=status)
+
+
+async def read_json(request: web.BaseRequest) -> dict[str, Any]:
+    """The body as a JSON object. Raises ApiError."""
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        body += chunk
+        if len(body) > _MAX_JSON_BYTES:
+            raise invalid(f"The body must be at most {_MAX_JSON_BYTES} bytes of JSON.")
+    try:
+        document = json.loads(body or b"{}")
+    except ValueError:
+        raise invalid("The body must be JSON.") from None
+    if not isinstance(document, dict):
+        raise invalid("The body must be a JSON object.")
+    return document

@@ -1,0 +1,196 @@
+"""A server with its life: in the calling event loop (`serving`) or in a thread of its own
+(`LocalServer`).
+
+`__main__` uses the first; tests and programs that want a server beside them the second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Final
+
+from aiohttp import web
+
+from trainmount_files.server.call import Api
+from trainmount_files.server.faults import Fault, Faults
+from trainmount_files.server.multipart import UploadStore
+from trainmount_files.server.presigned import Signer
+from trainmount_files.server.service import Service
+from trainmount_files.server.settings import ServerSettings
+from trainmount_files.server.staging import Staging
+from trainmount_files.server.store import DirectoryStore
+
+__all__ = ["LocalServer", "Running", "StartError", "serving"]
+
+_log = logging.getLogger(__name__)
+
+_SWEEP_PERIOD_SECONDS: Final = 60.0
+
+# Requests in flight get this moment at a stop, then their connections are closed: clients retry.
+_STOP_SECONDS: Final = 2.0
+
+# aiohttp reads this far ahead of a slow disk; its own 64 KiB makes 16 wake-ups of a megabyte.
+_READ_BUFFER_BYTES: Final = 512 * 1024
+
+
+class StartError(Exception):
+    """The server cannot start; one clear line."""
+
+
+class Running:
+    """A server that accepts requests."""
+
+    def __init__(self, url: str, service: Service) -> None:
+        self.url = url
+        self.service = service
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: ServerSettings) -> AsyncIterator[Running]:
+    """Serve for as long as the block lasts.
+
+    Raises:
+        StartError: the directory is missing or not writable, the port is taken.
+        FaultError: the file of faults is malformed.
+    """
+    directory = settings.directory
+    if not directory.is_dir():
+        raise StartError(f"{directory} is not a directory; create it or name another")
+    faults = Faults(settings.faults)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            staging = Staging(directory, fsync=settings.fsync)
+            stack.callback(staging.close)
+            store = DirectoryStore(directory, staging)
+            stack.callback(store.close)
+            for name in settings.volumes:
+                store.create_volume(name)
+            signer = Signer(staging.read_secret())
+        except OSError as error:
+            raise StartError(f"{directory} cannot be served: {error.strerror}") from None
+        threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="files-api")
+        stack.callback(threads.shutdown)
+        uploads = UploadStore(
+            store,
+            staging,
+            signer,
+            min_part_bytes=settings.min_part_bytes,
+            lifetime_seconds=settings.upload_lifetime_seconds,
+        )
+        api = Api(settings, store, staging, uploads, signer, threads)
+        service = Service(api, faults)
+        url = await _listen(settings, service, stack)
+        sweeper = asyncio.create_task(_sweep(api))
+        stack.callback(sweeper.cancel)
+        yield Running(url, service)
+
+
+async def _listen(
+    settings: ServerSettings, service: Service, stack: contextlib.AsyncExitStack
+) -> str:
+    server = web.Server(service.handle, access_log=None, read_bufsize=_READ_BUFFER_BYTES)
+    runner = web.ServerRunner(server, shutdown_timeout=_STOP_SECONDS)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, settings.host, settings.port, backlog=1024)
+    try:
+        await site.start()
+    except OSError as error:
+        place = f"{settings.host}:{settings.port}"
+        reason = error.strerror or str(error)
+        raise StartError(
+            f"cannot listen at {place}: {reason}; choose another --port or --host"
+        ) from None
+    host, port = runner.addresses[0][:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}"
+
+
+async def _sweep(api: Api) -> None:
+    while True:
+        try:
+            removed = await api.run(lambda: api.staging.sweep() + api.uploads.sweep())
+            if removed:
+                _log.info(
+                    "Removed what dead writers and old uploads had left", extra={"count": removed}
+                )
+        except OSError:
+            _log.warning("The staging folder could not be swept", exc_info=True)
+        await asyncio.sleep(_SWEEP_PERIOD_SECONDS)
+
+
+class LocalServer:
+    """A server in a thread: `with LocalServer(settings) as server: … server.url`."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="files-api-server", daemon=True)
+        # Written by the thread before `_started` is set, read after it.
+        self._running: Running | None = None
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    @property
+    def url(self) -> str:
+        """What `DATABRICKS_HOST` must be."""
+        return self._require().url
+
+    def __enter__(self) -> LocalServer:
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving. Safe to call more than once."""
+        if self._thread.is_alive() and self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def inject(self, *faults: Fault) -> None:
+        """Put these faults in force instead of the ones before; none clears them."""
+        self._require().service.faults.replace(faults)
+
+    def statistics(self) -> dict[str, Any]:
+        """See `Service.statistics`."""
+        return self._require().service.statistics()
+
+    def _require(self) -> Running:
+        if self._running is None:
+            raise RuntimeError("the server has not been started")
+        return self._running
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            self._error = error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        async with serving(self._settings) as running:
+            self._running = running
+            self._started.set()
+            await self._stop.wait()

@@ -1,0 +1,92 @@
+"""What the server answers when it refuses. Raised anywhere below `service`, which turns it into a
+response.
+
+ServerError
+├── ApiError         a call of the Files API or Unity Catalog: JSON with `error_code`, `message` and
+a reason
+└── StorageError     a presigned URL: XML, as an object store answers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+from xml.sax.saxutils import escape
+
+__all__ = [
+    "ApiError",
+    "ServerError",
+    "StorageError",
+    "already_exists",
+    "directory_not_found",
+    "file_not_found",
+    "invalid",
+]
+
+_ERROR_INFO: Final = "type.googleapis.com/google.rpc.ErrorInfo"
+_DOMAIN: Final = "filesystem.databricks.com"
+
+
+class ServerError(Exception):
+    """The request is refused with `status`."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(status, code, message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+class ApiError(ServerError):
+    """Refusal of an API call. `code` is what SDKs choose their exception by, `reason` what they
+    look at within one.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        reason: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, code, message)
+        self.reason = reason
+        self.headers = dict(headers or {})
+
+    def to_json(self) -> dict[str, Any]:
+        details = []
+        if self.reason is not None:
+            info = {"@type": _ERROR_INFO, "reason": self.reason, "domain": _DOMAIN, "metadata": {}}
+            details.append(info)
+        return {"error_code": self.code, "message": self.message, "details": details}
+
+
+class StorageError(ServerError):
+    """Refusal of a presigned request, in the words of an object store."""
+
+    def to_xml(self) -> str:
+        return (
+            '<?xml version="1.0" encoding="UTF-8"?>\n'
+            f"<Error><Code>{escape(self.code)}</Code><Message>{escape(self.message)}</Message></Error>"
+        )
+
+
+def invalid(message: str, *, reason: str | None = None) -> ApiError:
+    return ApiError(400, "INVALID_PARAMETER_VALUE", message, reason=reason)
+
+
+def file_not_found(path: str) -> ApiError:
+    message = f"The file being accessed is not found: {path}"
+    return ApiError(404, "NOT_FOUND", message, reason="FILES_API_FILE_NOT_FOUND")
+
+
+def directory_not_found(path: str) -> ApiError:
+    message = f"The directory being accessed is not found: {path}"
+    return ApiError(404, "NOT_FOUND", message, reason="FILES_API_DIRECTORY_IS_NOT_FOUND")
+
+
+def already_exists(path: str) -> ApiError:
+    message = f"Something exists at the path already: {path}"
+    return ApiError(409, "ALREADY_EXISTS", message, reason="FILES_API_FILE_ALREADY_EXISTS")

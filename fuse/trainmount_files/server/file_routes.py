@@ -1,0 +1,79 @@
+"""The verbs of files, and the download by a presigned URL; called by `service`."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from aiohttp import web
+
+from trainmount_files.server.bodies import file_headers, receive, send_file
+from trainmount_files.server.call import Api, Call, empty
+from trainmount_files.server.errors import ApiError, StorageError, already_exists, invalid
+from trainmount_files.server.paths import VolumePath, parse_volume_path
+from trainmount_files.server.presigned import Claims, parse_expire_time
+
+__all__ = [
+    "create_download_url",
+    "delete_file",
+    "get_file",
+    "head_file",
+    "presigned_get",
+    "put_file",
+]
+
+
+async def put_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
+    overwrite = call.overwrite()
+    await api.run(api.store.require_volume, path)
+    # Asked before the body comes, so that gigabytes are not sent for nothing; `publish` holds it
+    # against a race.
+    if not overwrite and await api.run(api.store.exists, path):
+        raise already_exists(str(path))
+    temporary = await api.run(api.staging.new_temporary)
+    try:
+        await receive(api, call, temporary)
+        await api.run(api.store.publish, temporary, path, overwrite=overwrite)
+    finally:
+        temporary.discard()
+    return empty()
+
+
+async def get_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
+    fd, info = await api.run(api.store.open_file, path)
+    return await send_file(api, call, fd, info, str(path))
+
+
+async def head_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
+    info = await api.run(api.store.stat_file, path)
+    headers = file_headers(call, info) | {"Content-Length": str(info.size_bytes)}
+    return web.Response(headers=headers)
+
+
+async def delete_file(api: Api, _call: Call, path: VolumePath) -> web.StreamResponse:
+    await api.run(api.store.delete_file, path)
+    return empty()
+
+
+async def create_download_url(api: Api, call: Call) -> web.StreamResponse:
+    text = call.request.query.get("path")
+    if not text:
+        raise invalid("path must be given")
+    path = parse_volume_path(text)
+    await api.run(api.store.stat_file, path)
+    expires_at = parse_expire_time(call.request.query.get("expire_time"))
+    url = api.signer.sign(Claims("get", str(path)), expires_at)
+    return web.json_response({"url": call.base_url + quote(url), "headers": []})
+
+
+async def presigned_get(api: Api, call: Call, claims: Claims) -> web.StreamResponse:
+    path = parse_volume_path(claims.target)
+    try:
+        fd, info = await api.run(api.store.open_file, path)
+        return await send_file(api, call, fd, info, str(path))
+    except ApiError as error:
+        raise _as_storage_error(error) from None
+
+
+def _as_storage_error(error: ApiError) -> StorageError:
+    codes = {404: "NoSuchKey", 412: "PreconditionFailed", 416: "InvalidRange"}
+    return StorageError(error.status, codes.get(error.status, "InvalidRequest"), error.message)

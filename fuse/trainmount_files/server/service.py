@@ -1,0 +1,277 @@
+"""One request from its first line to its answer: who may, which route, which fault, which error.
+
+`embedded` and `__main__` hand it to aiohttp. Routing is a table here and not aiohttp's router,
+since names of files may hold anything, and since token and fault are decided by the route before
+its handler runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from aiohttp import web
+
+from trainmount_files.server import directory_routes, file_routes, unity_catalog, upload_routes
+from trainmount_files.server.call import Api, Call, read_json
+from trainmount_files.server.errors import ApiError, ServerError, StorageError
+from trainmount_files.server.faults import NO_FAULT, Fault, FaultError, Faults, parse_faults
+from trainmount_files.server.paths import VolumePath, decode_target, parse_volume_path
+from trainmount_files.server.presigned import PREFIX
+
+__all__ = ["Service"]
+
+_log = logging.getLogger(__name__)
+
+_FILES: Final = "/api/2.0/fs/files"
+_DIRECTORIES: Final = "/api/2.0/fs/directories"
+_CATALOG: Final = "/api/2.1/unity-catalog/"
+
+PathHandler = Callable[[Api, Call, VolumePath], Awaitable[web.StreamResponse]]
+PlainHandler = Callable[[Api, Call], Awaitable[web.StreamResponse]]
+
+_FILE_ROUTES: Final[dict[str, PathHandler]] = {
+    "PUT": file_routes.put_file,
+    "GET": file_routes.get_file,
+    "HEAD": file_routes.head_file,
+    "DELETE": file_routes.delete_file,
+}
+_UPLOAD_ROUTES: Final[dict[str, PathHandler]] = {
+    "initiate-upload": upload_routes.initiate_upload,
+    "complete-upload": upload_routes.complete_upload,
+    "abort-upload": upload_routes.abort_upload,
+}
+_DIRECTORY_ROUTES: Final[dict[str, PathHandler]] = {
+    "PUT": directory_routes.make_directory,
+    "GET": directory_routes.list_directory,
+    "HEAD": directory_routes.head_directory,
+    "DELETE": directory_routes.remove_directory,
+}
+_PLAIN_ROUTES: Final[dict[tuple[str, str], PlainHandler]] = {
+    ("POST", "/api/2.0/fs/create-download-url"): file_routes.create_download_url,
+    ("POST", "/api/2.0/fs/create-upload-part-urls"): upload_routes.create_upload_part_urls,
+    ("POST", "/api/2.0/fs/create-abort-upload-url"): upload_routes.create_abort_upload_url,
+}
+_PRESIGNED_ROUTES: Final = {
+    ("get", "GET"): file_routes.presigned_get,
+    ("put", "PUT"): upload_routes.presigned_put,
+    ("abort", "DELETE"): upload_routes.presigned_abort,
+}
+
+
+class Service:
+    """The handler of one server. Runs on its event loop; `statistics` may be read from any
+    thread.
+    """
+
+    def __init__(self, api: Api, faults: Faults) -> None:
+        self._api = api
+        self.faults = faults
+        self._counts: Counter[str] = Counter()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request; never raises but for a connection that is to be closed."""
+        target = request.raw_path.partition("?")[0]
+        try:
+            return await self._dispatch(request, target)
+        except StorageError as error:
+            return web.Response(
+                status=error.status, text=error.to_xml(), content_type="application/xml"
+            )
+        except ApiError as error:
+            return _api_error(request, error)
+        except ConnectionError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                full = ApiError(507, "RESOURCE_EXHAUSTED", "The disk of the server is full.")
+                return _api_error(request, full)
+            return self._unplanned(request, target)
+        except Exception:
+            return self._unplanned(request, target)
+
+    def statistics(self) -> dict[str, Any]:
+        """Requests by route, uploads that are open and the bytes they and bodies in flight hold.
+        Blocking.
+        """
+        return {
+            "requests": dict(self._counts),
+            "open_uploads": self._api.uploads.count_open(),
+            "staged_bytes": self._api.staging.staged_bytes(),
+        }
+
+    async def _dispatch(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
+        if target.startswith(PREFIX):
+            return await self._presigned(request, target)
+        if target == "/.well-known/databricks-config":
+            # Asked by every SDK at start, without a token; nothing to discover.
+            return web.json_response({})
+        self._authenticate(request)
+        if target.startswith("/admin/") and self._api.settings.admin:
+            return await self._admin(request, target)
+        plain = _PLAIN_ROUTES.get((request.method, target))
+        if plain is not None:
+            return await self._run(
+                plain.__name__, target, request, lambda call: plain(self._api, call)
+            )
+        if target.startswith(_FILES + "/"):
+            handler = _file_route(request)
+            return await self._run_on_path(handler, request, target.removeprefix(_FILES))
+        if target.startswith(_DIRECTORIES + "/"):
+            handler = _known(_DIRECTORY_ROUTES.get(request.method), request)
+            return await self._run_on_path(handler, request, target.removeprefix(_DIRECTORIES))
+        if request.method == "GET":
+            return await self._unity_catalog(request, target)
+        raise _no_route(request)
+
+    async def _run_on_path(
+        self, handler: PathHandler, request: web.BaseRequest, raw_path: str
+    ) -> web.StreamResponse:
+        path = parse_volume_path(decode_target(raw_path))
+        return await self._run(
+            handler.__name__, str(path), request, lambda call: handler(self._api, call, path)
+        )
+
+    async def _presigned(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
+        if "Authorization" in request.headers:
+            # As object stores do: a client that sends the token along has leaked it.
+            message = "Only one auth mechanism allowed: the signature of the URL."
+            raise StorageError(400, "InvalidArgument", message)
+        claims = self._api.signer.verify(decode_target(target))
+        handler = _PRESIGNED_ROUTES.get((claims.action, request.method))
+        if handler is None:
+            raise StorageError(
+                403, "SignatureDoesNotMatch", "The URL was signed for another method."
+            )
+        path = claims.target if claims.action == "get" else ""
+        return await self._run(
+            handler.__name__, path, request, lambda call: handler(self._api, call, claims)
+        )
+
+    async def _unity_catalog(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
+        store, query = self._api.store, request.query
+        if target == "/api/2.0/preview/scim/v2/Me":
+            return web.json_response(unity_catalog.describe_caller())
+        name = target.removeprefix(_CATALOG)
+        listings = {
+            "catalogs": unity_catalog.list_catalogs,
+            "schemas": unity_catalog.list_schemas,
+            "volumes": unity_catalog.list_volumes,
+        }
+        if target.startswith(_CATALOG) and name in listings:
+            listing = listings[name]
+
+            async def answer(_call: Call) -> web.StreamResponse:
+                return web.json_response(await self._api.run(listing, store, query))
+
+            return await self._run("unity_catalog", target, request, answer)
+        if target.startswith(_CATALOG + "volumes/"):
+            full_name = decode_target(name.removeprefix("volumes/"))
+            return web.json_response(
+                await self._api.run(unity_catalog.get_volume, store, full_name)
+            )
+        raise _no_route(request)
+
+    async def _run(
+        self,
+        route: str,
+        path: str,
+        request: web.BaseRequest,
+        answer: Callable[[Call], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Call a route, or what its fault makes of it."""
+        self._counts[route] += 1
+        fault = self.faults.take(route, path)
+        if fault is NO_FAULT:
+            await _continue(request)
+            return await answer(Call(request, fault))
+        if fault.latency_ms:
+            await asyncio.sleep(fault.latency_ms / 1000)
+        if fault.expired_url:
+            raise StorageError(403, "AccessDenied", "Request has expired")
+        if fault.status is not None and not fault.lose_reply:
+            return _injected(request, fault)
+        await _continue(request)
+        response = await answer(Call(request, fault))
+        if not fault.lose_reply:
+            return response
+        if fault.status is not None:
+            return _injected(request, fault)
+        if request.transport is not None:
+            request.transport.close()
+        raise ConnectionResetError("the reply was lost by a fault")
+
+    async def _admin(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
+        if (request.method, target) == ("GET", "/admin/statistics"):
+            return web.json_response(await self._api.run(self.statistics))
+        if (request.method, target) == ("PUT", "/admin/faults"):
+            try:
+                self.faults.replace(parse_faults((await read_json(request)).get("faults")))
+            except FaultError as error:
+                raise ApiError(400, "INVALID_PARAMETER_VALUE", str(error)) from None
+            return web.json_response({})
+        raise _no_route(request)
+
+    def _authenticate(self, request: web.BaseRequest) -> None:
+        expected = f"Bearer {self._api.settings.token}".encode()
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(expected, given):
+            message = "The token is missing." if not given else "The token is not valid."
+            raise ApiError(401, "UNAUTHENTICATED", message)
+
+    def _unplanned(self, request: web.BaseRequest, target: str) -> web.Response:
+        # The path of a presigned URL is a credential.
+        shown = PREFIX + "…" if target.startswith(PREFIX) else target
+        _log.exception("Request failed", extra={"method": request.method, "path": shown})
+        return _api_error(
+            request, ApiError(500, "INTERNAL_ERROR", "The server failed; its log says why.")
+        )
+
+
+def _file_route(request: web.BaseRequest) -> PathHandler:
+    if request.method == "POST":
+        return _known(_UPLOAD_ROUTES.get(request.query.get("action", "")), request)
+    if request.method == "PUT" and "part_number" in request.query:
+        return upload_routes.put_part
+    return _known(_FILE_ROUTES.get(request.method), request)
+
+
+def _known(handler: PathHandler | None, request: web.BaseRequest) -> PathHandler:
+    if handler is None:
+        raise _no_route(request)
+    return handler
+
+
+def _no_route(request: web.BaseRequest) -> ApiError:
+    message = f"No API found for '{request.method} {request.raw_path.partition('?')[0]}'"
+    return ApiError(404, "ENDPOINT_NOT_FOUND", message)
+
+
+def _api_error(request: web.BaseRequest, error: ServerError) -> web.Response:
+    headers = error.headers if isinstance(error, ApiError) else {}
+    if request.method == "HEAD" or not isinstance(error, ApiError):
+        return web.Response(status=error.status, headers=headers)
+    return web.json_response(error.to_json(), status=error.status, headers=headers)
+
+
+def _injected(request: web.BaseRequest, fault: Fault) -> web.Response:
+    assert fault.status is not None
+    headers = {"Retry-After": fault.retry_after} if fault.retry_after else None
+    code = fault.error_code or {429: "RESOURCE_EXHAUSTED", 503: "TEMPORARILY_UNAVAILABLE"}.get(
+        fault.status, "INTERNAL_ERROR" if fault.status >= 500 else "BAD_REQUEST"
+    )
+    return _api_error(request, ApiError(fault.status, code, "Injected fault.", headers=headers))
+
+
+async def _continue(request: web.BaseRequest) -> None:
+    """Let a client that asked first send its body; after this point the request has a taker."""
+    if (
+        request.headers.get("Expect", "").lower() == "100-continue"
+        and request.transport is not None
+    ):
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
