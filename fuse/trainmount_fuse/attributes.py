@@ -20,7 +20,8 @@ class Attributes:
     """What `stat` shows of one inode, and for how long the kernel may remember it."""
 
     ino: int
-    """0 is a negative entry: the name is not there, to be remembered for `entry_timeout_seconds`."""
+    """0 is a negative entry: the name is not there, to be remembered for `entry_timeout_seconds`.
+    """
 
     mode: int = 0
     """Type and permission bits, as in st_mode."""
@@ -76,7 +77,9 @@ class DirEntry:
     attributes: Attributes
 
     next_id: int
-    """`start_id` of the call that goes on after this entry. Means the same to a successor of this process."""
+    """`start_id` of the call that goes on after this entry. Means the same to a successor of this
+    process.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""The one table from a volume's errors to the number a program sees. Called by `adapter` and `filesystem`."""
+"""The one table from a volume's errors to the number a program sees. Called by `adapter` and
+`filesystem`.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,11 @@ def errno_of(error: BaseException) -> int:
 
 
 def errno_of_transfer(error: BaseException) -> int:
-    """The same for bytes: a program does not expect EAGAIN from a regular file, so Unavailable is EIO there.
+    """The same for bytes: a program does not expect EAGAIN from a regular file, so Unavailable is
+    EIO there.
 
-    A file that is gone under an open handle is ESTALE: the name it was opened by is not what the program asked about.
+    A file that is gone under an open handle is ESTALE: the name it was opened by is not what the
+    program asked about.
     """
     if isinstance(error, Unavailable):
         return errno.EIO

@@ -1,4 +1,5 @@
-"""What one mount is told to do. Built by the command line and the node plugin, read by every module of the mount.
+"""What one mount is told to do. Built by the command line and the node plugin, read by every
+module of the mount.
 
 The settings travel as JSON through the handover, so they hold no credential.
 """
@@ -32,18 +33,23 @@ class MountSettings:
     """URL of the volume: `/Volumes/c/s/v[/sub]`, `dbfs:/Volumes/...`, `file:///dir`."""
 
     cache_dir: Path
-    """Directory of the block cache. May vanish at any time between two mounts; belongs to this mount alone."""
+    """Directory of the block cache. May vanish at any time between two mounts; belongs to this
+    mount alone.
+    """
 
     state_dir: Path
     """Directory of inode numbers, open handles and files not yet uploaded.
 
-    Must outlive the daemon, and the machine's reboot where unsent writes shall. Belongs to this mount alone.
+    Must outlive the daemon, and the machine's reboot where unsent writes shall. Belongs to this
+    mount alone.
     """
 
     mount_id: str = ""
-    """Names one kernel mount. The holder makes a new one for each mount(2) and repeats it to every successor.
+    """Names one kernel mount. The holder makes a new one for each mount(2) and repeats it to every
+    successor.
 
-    Open handles of another mount id mean nothing any more and are dropped at start. Empty: handles are always kept.
+    Open handles of another mount id mean nothing any more and are dropped at start. Empty: handles
+    are always kept.
     """
 
     read_only: bool = False
@@ -70,8 +76,8 @@ class MountSettings:
     block_size_bytes: int = 1 * MIB
     """Unit of the block cache, a multiple of 4096.
 
-    1 MiB is the largest read the kernel sends without patched INIT; smaller blocks make small random reads cheaper and
-    each sequential one dearer.
+    1 MiB is the largest read the kernel sends without patched INIT; smaller blocks make small
+    random reads cheaper and each sequential one dearer.
     """
 
     free_disk_floor_bytes: int = 512 * MIB
@@ -84,7 +90,9 @@ class MountSettings:
     """How long size and time of a file that is not open may be taken for what they were."""
 
     directory_timeout_seconds: float = 1.0
-    """How long a listing is used again. A file that another node made shows after this time at the latest."""
+    """How long a listing is used again. A file that another node made shows after this time at the
+    latest.
+    """
 
     negative_timeout_seconds: float = 1.0
     """How long a name that was not there stays so. Ended at once by a local create."""
@@ -92,8 +100,8 @@ class MountSettings:
     open_timeout_seconds: float = 0.0
     """Age up to which attributes are good enough for `open` without asking the store.
 
-    0 is close-to-open: an open after another node's close always sees that close. Larger values save one request an open
-    and are right for data that nobody changes.
+    0 is close-to-open: an open after another node's close always sees that close. Larger values
+    save one request an open and are right for data that nobody changes.
     """
 
     prefetch_max_bytes: int = 64 * MIB
@@ -103,7 +111,8 @@ class MountSettings:
     """Largest range asked of the store at once; 8 MiB ranges measured best over 1, 4 and 16."""
 
     num_prefetch_threads: int = 8
-    """Ranges under way ahead of the readers. Times `prefetch_fetch_bytes` is the memory they take."""
+    """Ranges under way ahead of the readers. Times `prefetch_fetch_bytes` is the memory they take.
+    """
 
     num_worker_threads: int = 64
     """Requests that may wait for the store or the disk at once."""
@@ -155,7 +164,10 @@ class MountSettings:
         for name in ("source", "cache_dir", "state_dir"):
             if name not in values:
                 raise SettingsError(f"mount setting {name!r} is missing")
-        return cls(**{name: _converted(name, known[name], value) for name, value in values.items()})
+        converted: dict[str, Any] = {}
+        for name, value in values.items():
+            converted[name] = _converted(name, known[name], value)
+        return cls(**converted)
 
 
 def _require_at_least(settings: MountSettings, name: str, least: int) -> None:

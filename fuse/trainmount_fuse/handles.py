@@ -1,0 +1,112 @@
+"""Open file and directory handles, kept in `state.db`, so that a successor serves those a dead
+daemon gave.
+
+Used by the event loop's thread only; no method awaits. Reads never write here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from dataclasses import dataclass, field
+from typing import Final
+
+from trainmount_fuse.prefetch import Streams
+from trainmount_fuse.state import get_meta, set_meta
+
+__all__ = ["Handle", "HandleTable"]
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """One `fh` the kernel holds."""
+
+    fh: int
+    ino: int
+    flags: int
+    """As given to open(2)."""
+
+    is_directory: bool
+    streams: Streams = field(default_factory=Streams)
+    """Where readers of this handle are, for read-ahead; starts anew in a successor."""
+
+    listing: list[tuple[int, str]] | None = None
+    """Of a directory: (ino, name) in order of ino, as the last rewind saw them."""
+
+    @property
+    def is_writable(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+
+class HandleTable:
+    """Which handles are open, and on which inode."""
+
+    SCHEMA: Final = """
+    CREATE TABLE IF NOT EXISTS handles (
+        fh INTEGER PRIMARY KEY AUTOINCREMENT,
+        ino INTEGER NOT NULL,
+        flags INTEGER NOT NULL,
+        is_directory INTEGER NOT NULL
+    );
+    """
+
+    def __init__(self, database: sqlite3.Connection, mount_id: str) -> None:
+        self._database = database
+        self._by_fh: dict[int, Handle] = {}
+        self._by_ino: dict[int, set[int]] = {}
+        self.is_successor = get_meta(database, "mount_id") == mount_id
+        """The kernel mount is the one this state was made for, so that its handles are still
+        open."""
+
+        if not self.is_successor:
+            database.execute("DELETE FROM handles")
+            set_meta(database, "mount_id", mount_id)
+        for row in database.execute("SELECT fh, ino, flags, is_directory FROM handles"):
+            self._remember(Handle(row[0], row[1], row[2], bool(row[3])))
+
+    def open(self, ino: int, flags: int, *, is_directory: bool = False) -> Handle:
+        """A new handle, written down before the kernel learns of it."""
+        cursor = self._database.execute(
+            "INSERT INTO handles (ino, flags, is_directory) VALUES (?, ?, ?)",
+            (ino, flags, int(is_directory)),
+        )
+        handle = Handle(cursor.lastrowid or 0, ino, flags, is_directory)
+        self._remember(handle)
+        return handle
+
+    def get(self, fh: int) -> Handle:
+        """Raises OSError EBADF for a handle that is not open."""
+        handle = self._by_fh.get(fh)
+        if handle is None:
+            raise OSError(errno.EBADF, "unknown file handle")
+        return handle
+
+    def find(self, fh: int) -> Handle | None:
+        """The handle, or None where it is not open."""
+        return self._by_fh.get(fh)
+
+    def release(self, handle: Handle) -> None:
+        """The kernel is done with the handle."""
+        self._database.execute("DELETE FROM handles WHERE fh = ?", (handle.fh,))
+        self._by_fh.pop(handle.fh, None)
+        held = self._by_ino.get(handle.ino, set())
+        held.discard(handle.fh)
+        if not held:
+            self._by_ino.pop(handle.ino, None)
+
+    def is_open(self, ino: int) -> bool:
+        """Whether any handle is open on the inode."""
+        return ino in self._by_ino
+
+    def has_writer(self, ino: int) -> bool:
+        """Whether a handle that may write is open on the inode."""
+        return any(self._by_fh[fh].is_writable for fh in self._by_ino.get(ino, ()))
+
+    def open_inos(self) -> list[int]:
+        """Every inode with an open handle, at this moment."""
+        return list(self._by_ino)
+
+    def _remember(self, handle: Handle) -> None:
+        self._by_fh[handle.fh] = handle
+        self._by_ino.setdefault(handle.ino, set()).add(handle.fh)

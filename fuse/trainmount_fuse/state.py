@@ -1,0 +1,133 @@
+"""The two small databases of a mount, and how they are opened. Called by `filesystem` at start.
+
+`state.db` keeps inode numbers, handles and intents; it outlives the process, not the power, so no
+commit waits for the disk. `journal.db` names the files that were not uploaded yet; each commit is
+on disk when it returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Intents", "get_meta", "open_database", "set_meta"]
+
+log = logging.getLogger(__name__)
+
+_MAX_INTENTS: Final = 1000
+
+
+def open_database(path: Path, schema: str, *, durable: bool) -> tuple[sqlite3.Connection, bool]:
+    """Open or make a database; the second value tells whether what was there could be read.
+
+    A damaged file is moved aside, not deleted: it may name bytes that somebody wants back.
+    """
+    try:
+        return _opened(path, schema, durable=durable), True
+    except sqlite3.DatabaseError:
+        log.exception("State database is damaged; starting a new one", extra={"path": str(path)})
+        for suffix in ("", "-wal", "-shm"):
+            part = path.with_name(path.name + suffix)
+            if part.exists():
+                part.rename(part.with_name(f"{part.name}.damaged-{time.time_ns()}"))
+        return _opened(path, schema, durable=durable), False
+
+
+def _opened(path: Path, schema: str, *, durable: bool) -> sqlite3.Connection:
+    # Autocommit: a statement alone is a transaction, and batches say BEGIN themselves.
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'OFF'}")
+        connection.executescript(schema)
+    except sqlite3.DatabaseError:
+        connection.close()
+        raise
+    return connection
+
+
+class Intents:
+    """What this mount was about to do to names, so that a repeated request is known as such.
+
+    The kernel repeats requests that a dead daemon never answered (FUSE_NOTIFY_RESEND); it may have
+    carried them out. Each change of a name is written here first. A successor that finds the
+    outcome there already asks `claim`: true means that a predecessor was doing just that. Claims
+    end some time after the start, when every repeated request has long arrived. Used by the event
+    loop's thread only.
+    """
+
+    SCHEMA: Final = """
+    CREATE TABLE IF NOT EXISTS intents (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        generation INTEGER NOT NULL,   -- of the process that wrote the row
+        operation TEXT NOT NULL,
+        parent_ino INTEGER NOT NULL,
+        name TEXT NOT NULL,
+        argument TEXT NOT NULL,        -- rename: the new parent and name; create: the handle
+        made_ns INTEGER NOT NULL       -- CLOCK_REALTIME
+    );
+    CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+    """
+
+    CLAIM_SECONDS: Final = 60.0
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        row = database.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()
+        self._generation = (int(row[0]) if row else 0) + 1
+        self._claims_end = time.monotonic() + self.CLAIM_SECONDS
+        set_meta(database, "generation", str(self._generation))
+
+    def note(self, operation: str, parent_ino: int, name: str, argument: str = "") -> int:
+        """Write down what is about to be done; returns the row for `retract`."""
+        cursor = self._database.execute(
+            "INSERT INTO intents (generation, operation, parent_ino, name, argument, made_ns)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (self._generation, operation, parent_ino, name, argument, time.time_ns()),
+        )
+        row_id = cursor.lastrowid or 0
+        if row_id % 100 == 0:
+            self._database.execute("DELETE FROM intents WHERE id <= ?", (row_id - _MAX_INTENTS,))
+        return row_id
+
+    def retract(self, row_id: int) -> None:
+        """The operation was refused: nothing of it was done."""
+        self._database.execute("DELETE FROM intents WHERE id = ?", (row_id,))
+
+    def claim(self, operation: str, parent_ino: int, name: str) -> str | None:
+        """The argument of a predecessor's same intent, once; None where there is none or too late."""
+        if time.monotonic() > self._claims_end:
+            return None
+        row = self._database.execute(
+            "SELECT id, argument FROM intents WHERE generation < ? AND operation = ?"
+            " AND parent_ino = ? AND name = ? AND made_ns > ? ORDER BY id DESC LIMIT 1",
+            (
+                self._generation,
+                operation,
+                parent_ino,
+                name,
+                time.time_ns() - int(10 * self.CLAIM_SECONDS * 1e9),
+            ),
+        ).fetchone()
+        if row is None:
+            return None
+        self.retract(row[0])
+        return str(row[1])
+
+
+def get_meta(database: sqlite3.Connection, key: str) -> str | None:
+    """A remembered value of the mount; None where it was never set."""
+    row = database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def set_meta(database: sqlite3.Connection, key: str, value: str) -> None:
+    """Remember a value of the mount."""
+    database.execute(
+        "INSERT INTO meta (key, value) VALUES (?, ?)"
+        " ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        (key, value),
+    )
