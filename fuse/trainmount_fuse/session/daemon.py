@@ -1,0 +1,227 @@
+"""One generation of the daemon: gets the mount's descriptor from its supervisor, serves, and ends.
+`main.py` calls this.
+
+A generation starts with a handshake that no kernel sees. The kernel's saved INIT goes to libfuse
+through a socket pair whose near end pyfuse3 takes for /dev/fuse. The first generation's answer is
+improved and sent to the kernel; a successor's is dropped. Then the real descriptor is put in the
+place of the near end with dup2, and a successor asks the kernel to repeat what its predecessor
+left unanswered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import errno
+import logging
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import trio
+
+from trainmount_fuse.adapter import FuseAdapter, open_session, serve_session
+from trainmount_fuse.session.exit_codes import (
+    EXIT_CONFIGURATION,
+    EXIT_ENDED,
+    EXIT_REPLACED,
+    EXIT_UNSENT,
+)
+from trainmount_fuse.session.init_reply import (
+    InitRequest,
+    KernelLimits,
+    improved_reply,
+    max_pages_limit,
+)
+from trainmount_fuse.session.wire import decoded_init, receive, send
+from trainmount_fuse.settings import MountSettings, SettingsError
+
+if TYPE_CHECKING:
+    from trainmount_fuse.filesystem import Filesystem
+
+__all__ = ["open_filesystem", "run_daemon", "settings_of"]
+
+logger = logging.getLogger(__name__)
+
+FUSE_NOTIFY_RESEND: Final = struct.pack("<IiQ", 16, 7, 0)
+
+HANDSHAKE_TIMEOUT_SECONDS: Final = 30.0
+"""libfuse answers in milliseconds; later than this it never will."""
+
+PR_SET_PDEATHSIG: Final = 1
+
+MAX_REPLY_BYTES: Final = 4096
+
+
+class _Reason(enum.Enum):
+    """Why a generation ends."""
+
+    UNMOUNTED = "the mount is gone"
+    STOP = "told to stop"
+    REPLACE = "told to make room for a successor"
+    ORPHANED = "the supervisor is gone"
+
+
+def run_daemon(
+    control_fd: int, make_filesystem: Callable[[dict[str, Any]], Filesystem] | None = None
+) -> int:
+    """Serve the mount whose handover waits on the control socket; the exit code
+    (session/exit_codes.py).
+
+    `make_filesystem` opens what is served from a handover's configuration; `open_filesystem` where
+    it is None.
+    """
+    control = socket.socket(fileno=control_fd)
+    message, fuse_fd = receive(control)
+    if message is None or fuse_fd is None:
+        logger.error("the supervisor went away before it gave the descriptor")
+        return EXIT_CONFIGURATION
+    _die_with_parent(message["parent_pid"])
+    configuration = message["configuration"]
+    os.environ.update(configuration.get("environment", {}))
+    try:
+        filesystem = (make_filesystem or open_filesystem)(configuration)
+    except SettingsError as error:
+        logger.error("the mount's settings are wrong", extra={"reason": str(error)})
+        return EXIT_CONFIGURATION
+    generation = _Generation(control, fuse_fd, decoded_init(message["init"]), filesystem)
+    return trio.run(generation.run, message["role"])
+
+
+def settings_of(configuration: dict[str, Any]) -> MountSettings:
+    """The settings of a handover's configuration. Raises SettingsError."""
+    settings = configuration.get("settings")
+    if isinstance(settings, str):
+        return MountSettings.from_json(settings)
+    return MountSettings.from_mapping(settings or {})
+
+
+def open_filesystem(configuration: dict[str, Any]) -> Filesystem:
+    """The filesystem that a configuration describes, with this process's credentials."""
+    from trainmount_files import open_volume
+    from trainmount_fuse.filesystem import Filesystem
+
+    settings = settings_of(configuration)
+    return Filesystem(open_volume(settings.source), settings)
+
+
+class _Generation:
+    """The life of one daemon process."""
+
+    def __init__(
+        self, control: socket.socket, fuse_fd: int, init_request: bytes, filesystem: Filesystem
+    ) -> None:
+        self._control = control
+        self._fuse_fd = fuse_fd
+        self._init_request = init_request
+        self._filesystem = filesystem
+        self._reason = _Reason.UNMOUNTED
+        self._scope = trio.CancelScope()
+
+    async def run(self, role: str) -> int:
+        # The number `near` is what pyfuse3 keeps; what stands behind it changes in _take_over.
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near, far = pair[0].detach(), pair[1]
+        open_session(FuseAdapter(self._filesystem), near)
+        with far:
+            reply = await self._handshake(far)
+        await self._filesystem.start()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._heed_signals)
+            nursery.start_soon(self._heed_supervisor)
+            self._take_over(near, reply, role)
+            send(self._control, {"state": "ready", "pid": os.getpid()})
+            with self._scope:
+                await serve_session()
+            nursery.cancel_scope.cancel()
+        logger.info("the daemon ends", extra={"reason": self._reason.value})
+        return await self._finish()
+
+    async def _handshake(self, far: socket.socket) -> bytes:
+        """Let libfuse answer the kernel's INIT; its answer."""
+        far.send(self._init_request)
+        with trio.fail_after(HANDSHAKE_TIMEOUT_SECONDS):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve_session)
+                await trio.lowlevel.wait_readable(far)
+                reply = far.recv(MAX_REPLY_BYTES)
+                nursery.cancel_scope.cancel()
+        return reply
+
+    def _take_over(self, near: int, reply: bytes, role: str) -> None:
+        """Put the kernel where the handshake was; answer INIT or ask for what is unanswered."""
+        request = InitRequest.parse(self._init_request)
+        improved = improved_reply(reply, request, KernelLimits(), max_pages_limit())
+        first = role == "first" and self._answer_init(improved)
+        # A blocking read would stop the whole process where a request is taken back.
+        os.set_blocking(self._fuse_fd, False)
+        trio.lowlevel.notify_closing(near)
+        os.dup2(self._fuse_fd, near, inheritable=False)
+        os.close(self._fuse_fd)
+        if not first:
+            self._ask_again(near)
+        logger.info("serving", extra={"role": "first" if first else "successor"})
+
+    def _answer_init(self, reply: bytes) -> bool:
+        """False where a predecessor answered before it died."""
+        try:
+            os.write(self._fuse_fd, reply)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _ask_again(self, fd: int) -> None:
+        try:
+            os.write(fd, FUSE_NOTIFY_RESEND)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                logger.warning(
+                    "this kernel cannot repeat requests: some program may wait for ever; "
+                    "unmount and mount again"
+                )
+            else:
+                # The mount is gone; the first read will say so.
+                logger.info("the mount ended meanwhile", extra={"errno": error.errno})
+
+    async def _heed_signals(self) -> None:
+        reasons = {signal.SIGTERM: _Reason.STOP, signal.SIGUSR1: _Reason.REPLACE}
+        with trio.open_signal_receiver(*reasons) as received:
+            async for number in received:
+                self._end(reasons[signal.Signals(number)])
+
+    async def _heed_supervisor(self) -> None:
+        """The supervisor says nothing more; the socket's end is its death."""
+        await trio.lowlevel.wait_readable(self._control)
+        message, _ = receive(self._control)
+        if message is None:
+            # Whoever takes the mount next must not find us there too.
+            logger.error("the supervisor is gone, so is this daemon")
+            os._exit(EXIT_REPLACED)
+
+    def _end(self, reason: _Reason) -> None:
+        self._reason = reason
+        self._scope.cancel()
+
+    async def _finish(self) -> int:
+        if self._reason is _Reason.REPLACE:
+            # What is written lies in the state directory; the successor goes on from there.
+            return EXIT_REPLACED
+        try:
+            await self._filesystem.stop()
+        except Exception:
+            logger.exception("files could not be uploaded; they stay in the state directory")
+            return EXIT_UNSENT
+        return EXIT_ENDED
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when the supervisor's main thread ends, whatever it dies
+    of."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have died before the call. In a PID namespace of its own the parent's number is 0 and
+    # tells nothing.
+    if os.getppid() not in (parent_pid, 0):
+        os._exit(EXIT_REPLACED)
