@@ -1,0 +1,124 @@
+"""What a checkpoint looks like in storage. Pure; called by everything in this package.
+
+    <path>/<generation>/r<rank>-<number>.bin    bytes of tensors and objects, one item after another
+    <path>/<generation>/metadata                what torch's DCP knows of them, pickled
+    <path>/<generation>/commit.json             the commit record: every file with size and checksum. Written last
+
+A generation without a commit record is no checkpoint. Names of generations sort in the order of their saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from trainmount.errors import DamagedCheckpoint
+
+__all__ = [
+    "BLOCK_BYTES",
+    "COMMIT_NAME",
+    "METADATA_NAME",
+    "CommitRecord",
+    "StoredFile",
+    "StoredItem",
+    "generation_number",
+    "new_generation",
+    "shard_name",
+]
+
+COMMIT_NAME: Final = "commit.json"
+METADATA_NAME: Final = "metadata"
+
+# Each block of an item has a checksum of its own, so that a rank that needs a slice reads and verifies only the blocks
+# the slice touches. 256 KiB: two blocks more than needed are 5 % of a 10 MiB slice; and 1 GiB has 4096 checksums.
+BLOCK_BYTES: Final = 256 << 10
+
+_FORMAT: Final = "trainmount-checkpoint"
+_VERSION: Final = 1
+_GENERATION: Final = re.compile(r"g(\d{8})-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of a generation as the commit record lists it."""
+
+    name: str
+    size_bytes: int
+
+    checksum: str
+    """`crc32:` and 8 hexadecimal digits, of the whole file."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """Where the bytes of one tensor chunk or object are, and how to check them. Pickled in the metadata."""
+
+    file_name: str
+
+    offset: int
+    """In bytes, from the file's start."""
+
+    length: int
+    """In bytes."""
+
+    checksums: tuple[int, ...]
+    """CRC-32 of each block of `BLOCK_BYTES`; the last block may be short. An empty item has none."""
+
+    dtype: str = ""
+    """Name in torch, such as `bfloat16`; empty for an object, which is stored as torch serialises it."""
+
+    shape: tuple[int, ...] = ()
+    """Of the chunk; its elements are stored in row-major order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRecord:
+    """The record that makes a generation a checkpoint."""
+
+    generation: str
+    world_size: int
+    files: tuple[StoredFile, ...]
+    """All files of the generation but this record."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The caller's own, JSON-able; the checkpointer keeps the step here."""
+
+    def to_json(self) -> bytes:
+        described = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
+        return (json.dumps(described, indent=1) + "\n").encode("utf-8")
+
+    @classmethod
+    def from_json(cls, text: bytes, where: str) -> CommitRecord:
+        """Raises DamagedCheckpoint, naming `where`, if it is not a commit record of this version."""
+        try:
+            described = json.loads(text)
+            if described["format"] != _FORMAT or described["version"] != _VERSION:
+                raise DamagedCheckpoint(f"{where}: is not a commit record of version {_VERSION}")
+            return cls(
+                generation=described["generation"],
+                world_size=int(described["world_size"]),
+                files=tuple(StoredFile(**file) for file in described["files"]),
+                extra=dict(described["extra"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedCheckpoint(f"{where}: is not a commit record: {error!r}") from error
+
+
+def new_generation(existing: list[str]) -> str:
+    """A name after all existing ones, and unlike any that another job takes at the same moment."""
+    numbers = [generation_number(name) or 0 for name in existing]
+    return f"g{max(numbers, default=0) + 1:08d}-{uuid.uuid4().hex[:8]}"
+
+
+def generation_number(name: str) -> int | None:
+    """The place of a generation among the saves; None for any other name."""
+    match = _GENERATION.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def shard_name(rank: int, number: int) -> str:
+    return f"r{rank:05d}-{number:03d}.bin"

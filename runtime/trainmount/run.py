@@ -1,0 +1,142 @@
+"""This process's place in the job, and the job's parameters. Called by training programs; needs no torch.
+
+`torchrun` sets the ranks; the operator (or `trainmount run --local`) sets the node, the attempt and the path of the
+parameters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trainmount.errors import LaunchError
+
+__all__ = ["World", "parameters", "world"]
+
+PARAMETERS_VARIABLE: Final = "HYPERPARAMETERS_PATH"
+
+_TORCHRUN_HINT: Final = (
+    "start the program with torchrun, for example: "
+    "torchrun --nnodes=$NUM_NODES --nproc_per_node=$LOCAL_WORLD_SIZE --node_rank=$NODE_RANK "
+    "--master_addr=$MASTER_ADDR --master_port=$MASTER_PORT train.py"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Where this process stands in the job."""
+
+    rank: int
+    """0 to `world_size` - 1, unique in the job."""
+
+    local_rank: int
+    """0 to `local_world_size` - 1, unique on the node; the index of the GPU to use."""
+
+    world_size: int
+    """Number of processes of the job."""
+
+    local_world_size: int
+    """Number of processes on this node."""
+
+    node_rank: int
+    """0 to `num_nodes` - 1."""
+
+    num_nodes: int
+
+    attempt: int = 0
+    """How often the job was started anew before: 0 in the first attempt."""
+
+    job_name: str = ""
+    """Empty outside of a TrainingJob."""
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one process that should print and write what belongs to the whole job."""
+        return self.rank == 0
+
+
+def world(environment: Mapping[str, str] = os.environ) -> World:
+    """The place of this process as `torchrun` and the operator describe it.
+
+    Raises:
+        LaunchError: a variable is missing (the program was not started by `torchrun`) or not a number in range.
+    """
+    rank = _number(environment, "RANK")
+    world_size = _number(environment, "WORLD_SIZE")
+    local_rank = _number(environment, "LOCAL_RANK")
+    local_world_size = _number(environment, "LOCAL_WORLD_SIZE")
+    if rank >= world_size:
+        raise LaunchError(
+            f"RANK is {rank}, but must be less than WORLD_SIZE, which is {world_size}"
+        )
+    if local_rank >= local_world_size:
+        raise LaunchError(
+            f"LOCAL_RANK is {local_rank}, but must be less than LOCAL_WORLD_SIZE, which is {local_world_size}"
+        )
+    # torchrun's own words for the node come first: with elastic rendezvous they differ from the operator's.
+    node_rank = _first_number(environment, ("GROUP_RANK", "NODE_RANK"), rank // local_world_size)
+    num_nodes = _first_number(
+        environment, ("GROUP_WORLD_SIZE", "NUM_NODES"), max(1, world_size // local_world_size)
+    )
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        attempt=_first_number(environment, ("TRAINMOUNT_ATTEMPT",), 0),
+        job_name=environment.get("TRAINMOUNT_JOB", ""),
+    )
+
+
+def parameters(defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The job's `parameters`, over `defaults`.
+
+    With `defaults`, a program also runs by hand, where no job has set a path.
+
+    Raises:
+        LaunchError: HYPERPARAMETERS_PATH is not set and there are no defaults; or the file cannot be read, is not
+            YAML, or is not a mapping.
+    """
+    path = os.environ.get(PARAMETERS_VARIABLE, "")
+    if not path:
+        if defaults is None:
+            raise LaunchError(
+                f"{PARAMETERS_VARIABLE} is not set: start the program as a TrainingJob, or pass defaults to parameters()"
+            )
+        return dict(defaults)
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{PARAMETERS_VARIABLE}: cannot read {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise LaunchError(f"{PARAMETERS_VARIABLE}: {path} is not YAML: {error}") from error
+    if loaded is None:
+        loaded = {}
+    if not isinstance(loaded, dict):
+        raise LaunchError(
+            f"{PARAMETERS_VARIABLE}: {path} must hold a mapping, not {type(loaded).__name__}"
+        )
+    return {**(defaults or {}), **loaded}
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text:
+        raise LaunchError(f"{name} is not set: {_TORCHRUN_HINT}")
+    if not text.isdecimal():
+        raise LaunchError(f"{name} must be a number from 0, but is {text!r}")
+    return int(text)
+
+
+def _first_number(environment: Mapping[str, str], names: tuple[str, ...], otherwise: int) -> int:
+    for name in names:
+        if environment.get(name):
+            return _number(environment, name)
+    return otherwise
