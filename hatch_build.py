@@ -1,6 +1,6 @@
 """Generates the gRPC messages and stubs of `trainmount_csi.wire` from its .proto files.
 
-Called by hatchling for every wheel and every editable install. The generated modules are not in git.
+Called by hatchling for every wheel and every editable install. What it writes is not in git.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def generate(source_root: Path) -> None:
     Raises:
         RuntimeError: protoc refused a file; it has printed which line.
     """
-    # Paths are relative to the import root, because the generated modules import each other by them.
+    # Relative to the import root, because the generated modules import each other by these paths.
     protos = sorted(
         str(path.relative_to(source_root)) for path in (source_root / WIRE).glob("*.proto")
     )

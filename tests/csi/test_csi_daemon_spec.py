@@ -1,0 +1,105 @@
+"""Which publications share a daemon, and what it is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trainmount_csi.credentials import Credentials
+from trainmount_csi.daemon_spec import DaemonFolder, DaemonSpec, daemon_folders, daemon_id_of
+from trainmount_csi.errors import InvalidArgument
+from trainmount_csi.volume_context import MountFlags, VolumeContext
+
+ALICE = Credentials(host="https://h", token="dapi-alice")
+BOB = Credentials(host="https://h", token="dapi-bob")
+CONTEXT = VolumeContext(source="/Volumes/a/b/c")
+
+
+def spec(
+    context: VolumeContext = CONTEXT,
+    *,
+    who: Credentials = ALICE,
+    flags: MountFlags | None = None,
+    group: str = "",
+) -> DaemonSpec:
+    return DaemonSpec.of(context, flags or MountFlags(), who, group)
+
+
+def test_two_identities_never_share_a_daemon() -> None:
+    assert spec(who=ALICE).daemon_id != spec(who=BOB).daemon_id
+
+
+def test_a_reader_and_a_writer_share_one() -> None:
+    reader = spec(VolumeContext(source=CONTEXT.source, read_only=True))
+    assert reader.daemon_id == spec().daemon_id
+
+
+def test_other_options_need_another_daemon() -> None:
+    larger = VolumeContext(source=CONTEXT.source, cache_size_bytes=1 << 30)
+    assert spec(larger).daemon_id != spec().daemon_id
+
+
+def test_the_token_is_in_no_field_and_no_representation() -> None:
+    assert "dapi-alice" not in repr(spec())
+    assert "dapi-alice" not in repr(ALICE)
+
+
+def test_without_options_every_user_may_read_and_write() -> None:
+    assert (spec().file_mode, spec().directory_mode) == (0o666, 0o777)
+
+
+def test_the_group_of_the_pod_owns_what_it_mounts() -> None:
+    shared = spec(group="2000")
+    assert (shared.gid, shared.file_mode, shared.directory_mode) == (2000, 0o664, 0o775)
+
+
+def test_attributes_win_over_mount_options_and_those_over_the_group() -> None:
+    flags = MountFlags(gid=7, umask=0o022)
+    assert spec(flags=flags, group="2000").gid == 7
+    assert spec(flags=flags).file_mode == 0o644
+    context = VolumeContext(source=CONTEXT.source, gid=8, file_mode=0o600)
+    chosen = spec(context, flags=flags, group="2000")
+    assert (chosen.gid, chosen.file_mode, chosen.directory_mode) == (8, 0o600, 0o755)
+
+
+def test_an_option_that_the_mount_refuses_is_named(tmp_path: Path) -> None:
+    odd = spec(VolumeContext(source=CONTEXT.source, block_size_bytes=1000))
+    with pytest.raises(InvalidArgument, match="block_size_bytes must be"):
+        odd.settings(DaemonFolder(tmp_path / odd.daemon_id), "1")
+
+
+def test_a_daemon_is_found_by_the_name_of_its_mount(tmp_path: Path) -> None:
+    folder = DaemonFolder(tmp_path / spec().daemon_id)
+    assert daemon_id_of(folder.mount_name) == folder.daemon_id
+    assert daemon_id_of("trainmount-other") is None
+    assert daemon_id_of(folder.daemon_id) is None
+
+
+def test_a_folder_is_for_its_daemon_alone_and_goes_whole(tmp_path: Path) -> None:
+    folder = DaemonFolder(tmp_path / spec().daemon_id)
+    folder.create(os.getuid())
+    folder.create(os.getuid())
+    assert folder.serve_path.stat().st_mode & 0o777 == 0o700
+    assert list(daemon_folders(tmp_path)) == [folder]
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_something_at_its_mount_path_is_not_removed(tmp_path: Path) -> None:
+    folder = DaemonFolder(tmp_path / spec().daemon_id)
+    folder.create(os.getuid())
+    folder.mount_path.chmod(0o700)
+    (folder.mount_path / "data").write_text("x")
+    with pytest.raises(OSError, match="not empty"):
+        folder.remove()
+    assert (folder.mount_path / "data").read_text() == "x"
+    assert folder.state_path.is_dir()
+
+
+def test_other_folders_of_the_root_are_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "csi.sock").touch()
+    (tmp_path / "lost+found").mkdir()
+    assert list(daemon_folders(tmp_path)) == []
+    assert list(daemon_folders(tmp_path / "missing")) == []
