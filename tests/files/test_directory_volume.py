@@ -1,4 +1,6 @@
-"""What is particular to `file://`: the staging directory, links, versions, pages of a changing directory."""
+"""What is particular to `file://`: the staging directory, links, versions, pages of a changing
+directory.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_a_link_to_the_outside_is_not_part_of_the_volume(
         volume.make_directory("directory-link/new")
     with pytest.raises((NotFound, NotADirectory)):
         volume.list_page("directory-link")
-    assert sorted(os.listdir(outside)) == ["secret"]
+    assert [found.name for found in outside.iterdir()] == ["secret"]
     assert (outside / "secret").read_bytes() == b"secret"
 
 
@@ -152,8 +154,8 @@ def test_nothing_is_left_in_staging_after_success_failure_and_abort(
     volume.put("a", b"1")
     with pytest.raises(AlreadyExists):
         volume.put("a", b"2", overwrite=False)
+    volume.make_directory("d")
     with pytest.raises(IsADirectory):
-        volume.make_directory("d")
         volume.put("d", b"2")
     short = tmp_path / "short"
     short.write_bytes(b"123")
@@ -172,7 +174,7 @@ def test_nothing_is_left_in_staging_after_success_failure_and_abort(
     assert finished.complete().size_bytes == 4
     finished.abort()
     assert (root / "e").read_bytes() == b"1133"
-    assert os.listdir(root / ".trainmount-staging") == []
+    assert list((root / ".trainmount-staging").iterdir()) == []
     assert sorted(entry.name for entry in list_directory(volume, "")) == ["a", "d", "e"]
 
 

@@ -1,0 +1,301 @@
+"""Exactly one range of one file, whatever happens on the way. Called by `files_api.py`.
+
+There are two ways to the bytes: a signed URL of the object store, and the Files API itself. A try
+on one of them has one of five ends (`_Next`); only this module decides what follows.
+
+    read -> _way -> _try -> bytes in place                  done
+                         -> part of them                    the rest, with one Range header at the
+                         first missing byte -> RETRY (throttled, broken)       the same way again,
+                         when the policy says -> RENEW (URL expired)             a new URL, asked
+                         for by one thread -> OTHER_WAY (URL refused)         the Files API itself
+                         -> RAISE
+
+What arrived is kept only while both answers are told to be of one version of the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from time import monotonic
+from typing import Final
+
+from trainmount_files.answers import (
+    Version,
+    error_of,
+    is_expired_url,
+    last_modified,
+    range_problem,
+)
+from trainmount_files.api import FilesApi, encode_path
+from trainmount_files.errors import (
+    InexactRange,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+    VolumeError,
+)
+from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
+from trainmount_files.signed_urls import SignedUrl, SignedUrls
+from trainmount_files.transfer import Answer, Transport, TransportError
+from trainmount_files.volume import ByteRange
+
+__all__ = ["Downloads"]
+
+_RENEWALS: Final = 3
+"""URLs asked for in a row without a byte in between: then the refusal is about something else."""
+
+_INEXACT_TRIES: Final = 3
+"""Answers that are another range than asked for: a proxy may do that once, a store that does it
+always is refused.
+"""
+
+_SIGNED_TRIES: Final = 4
+"""Passing failures of the object store in a row before the Files API is asked instead."""
+
+_WITHOUT_SIGNED_SECONDS: Final = 60.0
+"""How long signed URLs are left alone after they were refused where the Files API then gave the
+bytes.
+"""
+
+_NOTHING_KNOWN: Final = Version()
+
+
+class _Next(Enum):
+    DONE = auto()
+    RETRY = auto()
+    RENEW = auto()
+    OTHER_WAY = auto()
+    INEXACT = auto()
+    RAISE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The end of one try."""
+
+    next: _Next
+    error: VolumeError | None = None
+    """None only with DONE."""
+    received: int = 0
+    """Bytes in place from the start of what was asked for."""
+    seen: Version = _NOTHING_KNOWN
+    """What the answer told about the file."""
+    retry_after: str | None = None
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where one call of `read` stands."""
+
+    done: int
+    pinned: Version
+    """What the file must be: the caller's version, then what the first answer told as well."""
+    direct: bool
+    """Past the signed URL: the Files API itself is asked."""
+    refused_because: VolumeError | None = None
+    renewals: int = 0
+    failures: int = 0
+    inexact: int = 0
+    expired: SignedUrl | None = None
+
+
+class Downloads:
+    """Reads ranges of the files of one volume, in one process. Any thread may call."""
+
+    def __init__(
+        self,
+        api: FilesApi,
+        transport: Transport,
+        urls: SignedUrls,
+        root: str,
+        *,
+        direct_read_max_bytes: int,
+    ) -> None:
+        self._api = api
+        self._transport = transport
+        self._urls = urls
+        self._root = root
+        self._direct_read_max_bytes = direct_read_max_bytes
+        # A float is read and written whole, so it needs no lock.
+        self._without_signed_until = 0.0
+
+    def read(
+        self,
+        path: str,
+        byte_range: ByteRange,
+        target: memoryview,
+        *,
+        version: str | None,
+        cancel: Cancellation | None,
+    ) -> None:
+        """Fill `target`, which is as long as the range, as `Volume.read_into` says."""
+        guard = Version.parse(version)
+        if guard is None:
+            raise PreconditionFailed("read", path, "the version named is none of this store")
+        if guard.size_bytes is not None and byte_range.end > guard.size_bytes:
+            raise InexactRange("read", path, "the range reaches past the end of the file")
+        progress = _Progress(0, guard, self._prefers_direct(path, byte_range))
+        attempts = self._api.attempts(cancel)
+        while True:
+            attempts.check_cancelled("read", path)
+            rest = ByteRange(byte_range.start + progress.done, byte_range.end)
+            result = self._try(path, rest, target[progress.done :], progress, cancel)
+            if result.received and self._keep(progress, result):
+                attempts.progressed()
+            if result.next is _Next.DONE:
+                self._remember(progress)
+                return
+            assert result.error is not None
+            wait = self._decide(path, result.error, result.next, progress)
+            if wait:
+                attempts.wait_or_raise(result.error, result.retry_after)
+
+    def _prefers_direct(self, path: str, byte_range: ByteRange) -> bool:
+        """A small read of a file whose URL is not at hand is one request without it and two with
+        it.
+        """
+        if monotonic() < self._without_signed_until:
+            return True
+        return len(byte_range) <= self._direct_read_max_bytes and not self._urls.has(path)
+
+    def _keep(self, progress: _Progress, result: _Result) -> bool:
+        """Count what arrived, where the next answer can be told to be of the same file."""
+        pinned = progress.pinned.merged(result.seen)
+        if result.next is not _Next.DONE and not pinned.is_whole:
+            # The rest could be of another version; begin again, and pin nothing.
+            progress.done = 0
+            return False
+        progress.pinned = pinned
+        progress.done += result.received
+        progress.renewals = progress.failures = progress.inexact = 0
+        return True
+
+    def _decide(self, path: str, error: VolumeError, following: _Next, progress: _Progress) -> bool:
+        """Prepare the next try; whether to wait before it. Raises `error` where there is none."""
+        progress.failures += following is _Next.RETRY
+        if following is _Next.RETRY and (progress.direct or progress.failures < _SIGNED_TRIES):
+            return True
+        if following is _Next.RENEW and progress.renewals < _RENEWALS:
+            progress.renewals += 1
+            return False
+        if following is _Next.INEXACT and progress.inexact + 1 < _INEXACT_TRIES:
+            progress.inexact += 1
+            return False
+        if following is _Next.RAISE or progress.direct:
+            raise error
+        progress.direct = True
+        progress.refused_because = error
+        progress.inexact = 0
+        self._urls.drop(path)
+        return False
+
+    def _remember(self, progress: _Progress) -> None:
+        """Where the Files API gave what a signed URL refused, the refusal was about signed URLs."""
+        refusal = progress.refused_because
+        if refusal is not None and not isinstance(refusal, NotFound | InexactRange):
+            self._without_signed_until = monotonic() + _WITHOUT_SIGNED_SECONDS
+
+    def _try(
+        self,
+        path: str,
+        wanted: ByteRange,
+        target: memoryview,
+        progress: _Progress,
+        cancel: Cancellation | None,
+    ) -> _Result:
+        """One request for `wanted`."""
+        headers = {
+            "Accept": "application/octet-stream",
+            "Range": wanted.to_header(),
+            **progress.pinned.to_header(),
+        }
+        secret = ""
+        if progress.direct:
+            url = self._api.url(f"/files{encode_path('read', f'{self._root}/{path}')}")
+            authentication = self._api.credentials.headers()
+            secret = authentication.get("Authorization", "").rpartition(" ")[2]
+            headers.update(authentication)
+        else:
+            try:
+                signed = self._signed(path, progress, cancel)
+            except VolumeError as error:
+                return _Result(_Next.OTHER_WAY, error)
+            url = signed.url
+            headers.update(signed.headers)
+        try:
+            with self._transport.open("GET", url, headers=headers) as answer:
+                if answer.status >= 300:
+                    return self._refusal(path, answer, progress, secret)
+                return self._receive(path, answer, wanted, target, progress.pinned, cancel)
+        except TransportError as error:
+            failure = Unavailable("read", path, error.reason)
+            # A store that cannot even be connected to is behind a firewall; the workspace may not
+            # be.
+            walled = not progress.direct and not error.was_sent
+            return _Result(_Next.OTHER_WAY if walled else _Next.RETRY, failure)
+
+    def _signed(self, path: str, progress: _Progress, cancel: Cancellation | None) -> SignedUrl:
+        if progress.renewals and progress.expired is not None:
+            signed = self._urls.renewed(path, progress.expired, cancel)
+        else:
+            signed = self._urls.get(path, cancel)
+        progress.expired = signed
+        return signed
+
+    def _receive(
+        self,
+        path: str,
+        answer: Answer,
+        wanted: ByteRange,
+        target: memoryview,
+        pinned: Version,
+        cancel: Cancellation | None,
+    ) -> _Result:
+        """Take the body in where the headers say that it is what was asked for."""
+        problem, total = range_problem(answer.status, answer.headers, wanted)
+        seen = Version(total, last_modified(answer.headers))
+        if pinned.contradicts(seen):
+            return _Result(_Next.RAISE, _changed(path))
+        if problem:
+            past_end = total is not None and wanted.end > total
+            following = _Next.RAISE if past_end else _Next.INEXACT
+            return _Result(following, InexactRange("read", path, problem))
+        received = answer.receive_into(target[: len(wanted)], cancel)
+        if received < len(wanted):
+            failure = Unavailable(
+                "read", path, f"the body broke off after {received} of {len(wanted)} bytes"
+            )
+            return _Result(_Next.RETRY, failure, received, seen)
+        if not answer.is_at_end():
+            failure_of_length = InexactRange("read", path, "the body is longer than the range")
+            return _Result(_Next.INEXACT, failure_of_length)
+        return _Result(_Next.DONE, None, received, seen)
+
+    def _refusal(self, path: str, answer: Answer, progress: _Progress, secret: str) -> _Result:
+        status = answer.status
+        body = answer.read_small()
+        if not progress.direct and is_expired_url(status, body):
+            return _Result(_Next.RENEW, Unavailable("read", path, "the signed URL has expired"))
+        error = error_of("read", path, status, body, secret)
+        if status == 412:
+            return _Result(_Next.RAISE, _changed(path))
+        if status == 416:
+            total = _total_of_unsatisfied(answer.headers.get("Content-Range", ""))
+            if progress.pinned.contradicts(Version(total, None)):
+                return _Result(_Next.RAISE, _changed(path))
+            reason = "the range reaches past the end of the file"
+            return _Result(_Next.RAISE, InexactRange("read", path, reason))
+        if status in RETRYABLE_STATUSES:
+            failure = Unavailable("read", path, error.reason)
+            return _Result(_Next.RETRY, failure, retry_after=answer.headers.get("Retry-After"))
+        return _Result(_Next.RAISE if progress.direct else _Next.OTHER_WAY, error)
+
+
+def _changed(path: str) -> PreconditionFailed:
+    return PreconditionFailed("read", path, "the file has changed")
+
+
+def _total_of_unsatisfied(content_range: str) -> int | None:
+    total = content_range.strip().removeprefix("bytes */")
+    return int(total) if total.isdecimal() else None

@@ -1,0 +1,281 @@
+"""One upload of the Files API in numbered parts: initiate, signed URLs, parts, complete, abort.
+Made by `upload.py`.
+
+Nothing shows at the path before `complete`. The URL of each part is asked for when the part is
+sent, so that a slow upload never finds one expired before its use.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from time import time
+from typing import Final
+
+from trainmount_files.answers import error_of, is_expired_url, json_object
+from trainmount_files.api import BodySource, Call, FilesApi, encode_path
+from trainmount_files.errors import (
+    AlreadyExists,
+    InvalidRequest,
+    NotFound,
+    TooLarge,
+    Unavailable,
+    Unsupported,
+    VolumeError,
+)
+from trainmount_files.options import MAX_PART_BYTES
+from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation, RetryPolicy
+from trainmount_files.signed_urls import SignedUrl, expire_time, parse_signed_url
+from trainmount_files.transfer import Reply, Transport, TransportError
+from trainmount_files.volume import Buffer, FileStat
+
+__all__ = ["MultipartUpload"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+_RENEWALS: Final = 3
+"""URLs asked for in a row for one part: then the refusal is about something else than time."""
+
+_ABORT_POLICY: Final = RetryPolicy(deadline_seconds=15.0)
+"""An abort that does not get through is left to the service's own expiry of uploads."""
+
+_CLOCK_SLACK_SECONDS: Final = 1
+"""Modification times are cut to the second."""
+
+
+class MultipartUpload:
+    """A file in the making; implements `Upload`. Parts from any thread; `complete` and `abort` from
+    one.
+    """
+
+    def __init__(
+        self,
+        api: FilesApi,
+        transport: Transport,
+        *,
+        path: str,
+        remote_path: str,
+        overwrite: bool,
+        max_parts: int,
+        url_lifetime_seconds: float,
+        stat: Callable[[str], FileStat],
+        put_empty: Callable[[], FileStat],
+        cancel: Cancellation | None = None,
+    ) -> None:
+        """Begins the upload at the store. `remote_path` is the whole path, `/Volumes/...`.
+
+        Raises:
+            AlreadyExists: `overwrite=False` and something is at the path.
+            VolumeError: the store refuses, in general (no multipart behind a firewall) or for this
+                path.
+        """
+        self._api = api
+        self._transport = transport
+        self._path = path
+        self._remote_path = remote_path
+        self._overwrite = overwrite
+        self._max_parts = max_parts
+        self._url_lifetime_seconds = url_lifetime_seconds
+        self._stat = stat
+        self._put_empty = put_empty
+        self._cancel = cancel
+        self._target = f"/files{encode_path('upload', remote_path)}"
+        # part number -> (etag, size); guarded by the lock, as is `_is_open`.
+        self._parts: dict[int, tuple[str, int]] = {}
+        self._is_open = True
+        self._lock = threading.Lock()
+        self._began_seconds, self._session_token = self._initiate()
+
+    def __repr__(self) -> str:
+        return f"MultipartUpload({self._path!r})"
+
+    def put_part(self, part_number: int, data: Buffer) -> None:
+        self.send_part(part_number, memoryview(data).nbytes, lambda: data)
+
+    def send_part(self, part_number: int, size_bytes: int, body: BodySource) -> None:
+        """Store a part whose body is made anew for each try.
+
+        Raises:
+            TooLarge: more parts, or a larger one, than the store takes.
+            VolumeError: the part is not stored; what `body` raises.
+        """
+        if not 1 <= part_number <= self._max_parts:
+            reason = f"part {part_number} is not among the 1 to {self._max_parts} parts of a file"
+            raise TooLarge("upload", self._path, reason)
+        if size_bytes > MAX_PART_BYTES:
+            reason = f"a part may have {MAX_PART_BYTES} bytes, this one has {size_bytes}"
+            raise TooLarge("upload", self._path, reason)
+        with self._lock:
+            self._check_open()
+        etag = self._send(part_number, body)
+        with self._lock:
+            self._parts[part_number] = (etag, size_bytes)
+
+    def complete(self) -> FileStat:
+        with self._lock:
+            self._check_open()
+            parts = sorted(self._parts.items())
+        if not parts:
+            self.abort()
+            return self._put_empty()
+        size_bytes = sum(size for _, (_, size) in parts)
+        call = Call(
+            operation="upload",
+            path=self._path,
+            method="POST",
+            target=self._target,
+            query={
+                "action": "complete-upload",
+                "upload_type": "multipart",
+                "session_token": self._session_token,
+            },
+        )
+        listed = [{"part_number": number, "etag": etag} for number, (etag, _) in parts]
+        outcome = self._api.call_json(call, {"parts": listed}, cancel=self._cancel)
+        result = self._settle(outcome.error, size_bytes, was_uncertain=outcome.was_uncertain)
+        with self._lock:
+            self._is_open = False
+        return result
+
+    def abort(self) -> None:
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+        call = Call(
+            operation="abort upload",
+            path=self._path,
+            method="POST",
+            target=self._target,
+            query={
+                "action": "abort-upload",
+                "upload_type": "multipart",
+                "session_token": self._session_token,
+            },
+        )
+        try:
+            error = self._api.call(call, policy=_ABORT_POLICY).error
+        except VolumeError as failure:
+            error = failure
+        if error is not None and not isinstance(error, NotFound):
+            _LOG.warning(
+                "An upload could not be aborted; the store frees its parts when it expires",
+                extra={"path": self._path, "reason": error.reason},
+            )
+
+    def _initiate(self) -> tuple[float, str]:
+        """When the upload began by the store's clock, and its token."""
+        call = Call(
+            operation="upload",
+            path=self._path,
+            method="POST",
+            target=self._target,
+            query={
+                "action": "initiate-upload",
+                "overwrite": "true" if self._overwrite else "false",
+            },
+        )
+        # Repeating it may leave an upload without parts behind, which costs nothing and expires.
+        reply = self._api.call(call, cancel=self._cancel).unwrap()
+        upload = json_object(reply.body).get("multipart_upload")
+        token = upload.get("session_token") if isinstance(upload, dict) else None
+        if not isinstance(token, str) or not token:
+            raise Unsupported("upload", self._path, "the store offers no upload in parts")
+        return _date_of(reply), token
+
+    def _send(self, part_number: int, body: BodySource) -> str:
+        """Store one part, again as the policy says; its etag."""
+        attempts = self._api.attempts(self._cancel)
+        renewals = 0
+        while True:
+            attempts.check_cancelled("upload", self._path)
+            signed = self._part_url(part_number)
+            error: VolumeError
+            retry_after = None
+            try:
+                reply = self._transport.exchange(
+                    "PUT",
+                    signed.url,
+                    headers={"Content-Type": "application/octet-stream", **signed.headers},
+                    body=body(),
+                )
+            except TransportError as broken:
+                kind = Unavailable if broken.may_pass else InvalidRequest
+                error = kind("upload", self._path, f"part {part_number}: {broken.reason}")
+            else:
+                if reply.status < 300:
+                    return reply.headers.get("ETag", "")
+                if is_expired_url(reply.status, reply.body) and renewals < _RENEWALS:
+                    renewals += 1
+                    continue
+                error = self._refusal(part_number, reply)
+                retry_after = reply.headers.get("Retry-After")
+            if not isinstance(error, Unavailable):
+                raise error
+            attempts.wait_or_raise(error, retry_after)
+
+    def _refusal(self, part_number: int, reply: Reply) -> VolumeError:
+        error = error_of("upload", self._path, reply.status, reply.body)
+        kind = Unavailable if reply.status in RETRYABLE_STATUSES else type(error)
+        return kind("upload", self._path, f"part {part_number}: {error.reason}")
+
+    def _part_url(self, part_number: int) -> SignedUrl:
+        call = Call(
+            operation="upload",
+            path=self._path,
+            method="POST",
+            target="/create-upload-part-urls",
+        )
+        question = {
+            "path": self._remote_path,
+            "session_token": self._session_token,
+            "start_part_number": part_number,
+            "count": 1,
+            "expire_time": expire_time(self._url_lifetime_seconds),
+        }
+        reply = self._api.call_json(call, question, cancel=self._cancel).unwrap()
+        urls = json_object(reply.body).get("upload_part_urls")
+        first = urls[0] if isinstance(urls, list) and urls else None
+        signed = parse_signed_url(first)
+        if signed is None or not isinstance(first, dict):
+            raise Unavailable("upload", self._path, "the store gave no usable URL for a part")
+        if first.get("part_number", part_number) != part_number:
+            raise Unavailable("upload", self._path, "the store gave the URL of another part")
+        return signed
+
+    def _settle(
+        self, error: VolumeError | None, size_bytes: int, *, was_uncertain: bool
+    ) -> FileStat:
+        """The file after `complete`; an answer that was lost is settled by looking at the path."""
+        if error is None:
+            return self._stat(self._path)
+        if isinstance(error, AlreadyExists) and was_uncertain:
+            reason = "the answer was lost, and something is at the path: this file or another"
+            raise Unavailable("upload", self._path, reason)
+        if not was_uncertain or not isinstance(error, NotFound | Unavailable):
+            raise error
+        try:
+            found = self._stat(self._path)
+        except VolumeError:
+            found = None
+        if found is not None and not found.is_directory and found.size_bytes == size_bytes:
+            mtime_seconds = found.mtime_ns / 1e9
+            if mtime_seconds >= self._began_seconds - _CLOCK_SLACK_SECONDS:
+                return found
+        raise error
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise Unsupported("upload", self._path, "the upload is complete or aborted")
+
+
+def _date_of(reply: Reply) -> float:
+    """The store's time of an answer, so that its modification times can be compared; ours where it
+    has none.
+    """
+    try:
+        return parsedate_to_datetime(reply.headers.get("Date", "")).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return time()

@@ -1,0 +1,171 @@
+"""The databricks SDK's part: where the workspace is and who we are. The only module that imports
+it.
+
+The SDK decides host and credentials (environment, profiles, OAuth, workload identity); requests are
+ours, since its HTTP client reads a `Retry-After` only as seconds, has one deadline for everything,
+shares its sockets with forked children and logs the bodies of answers, signed URLs among them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from multiprocessing.context import get_spawning_popen
+from typing import Final
+
+from trainmount_files.errors import InvalidRequest, Unauthenticated, VolumeError
+from trainmount_files.per_process import PerProcess
+from trainmount_files.redaction import one_line
+
+__all__ = ["Credentials"]
+
+_DISCOVERY_SECONDS: Final = 10
+"""The SDK looks for `/.well-known/databricks-config` when it is configured and would retry that for
+five minutes.
+"""
+
+_OTHER_AUTHENTICATION: Final = (
+    "DATABRICKS_CONFIG_PROFILE",
+    "DATABRICKS_CLIENT_ID",
+    "DATABRICKS_USERNAME",
+)
+"""With one of these set the SDK has to decide, even where there is a token."""
+
+
+class Credentials:
+    """Host and authentication headers of one identity. Any thread may ask; each process resolves
+    anew.
+
+    Pickled while a child process is being spawned, an explicit token travels with it; pickled
+    otherwise it is left out, and the copy resolves from its own environment.
+    """
+
+    def __init__(self, *, host: str | None = None, token: str | None = None) -> None:
+        """Resolves nothing yet: the first request does."""
+        self._host = host
+        self._token = token
+        self._resolved = PerProcess(self._resolve)
+
+    def __repr__(self) -> str:
+        return f"Credentials(host={self._host!r})"
+
+    def __getstate__(self) -> dict[str, str | None]:
+        spawning = get_spawning_popen() is not None
+        return {"host": self._host, "token": self._token if spawning else None}
+
+    def __setstate__(self, state: Mapping[str, str | None]) -> None:
+        self._host = state["host"]
+        self._token = state["token"]
+        self._resolved = PerProcess(self._resolve)
+
+    @property
+    def host(self) -> str:
+        """Scheme, name and port, without a trailing slash.
+
+        Raises:
+            Unauthenticated: no host or no credentials are configured.
+        """
+        return self._resolved.get().host
+
+    def headers(self) -> dict[str, str]:
+        """The headers that authenticate a request now; a new token is fetched where the last one
+        expires.
+
+        Raises:
+            Unauthenticated: no credentials are configured, or they cannot be had.
+        """
+        return self._resolved.get().headers()
+
+    def _resolve(self) -> _Resolved:
+        host = self._host or os.environ.get("DATABRICKS_HOST")
+        token = self._token or os.environ.get("DATABRICKS_TOKEN")
+        explicit = self._token is not None
+        auth_type = os.environ.get("DATABRICKS_AUTH_TYPE", "pat")
+        undecided = auth_type != "pat" or any(os.environ.get(n) for n in _OTHER_AUTHENTICATION)
+        if host and token and (explicit or not undecided):
+            # The SDK would come to the same, after two seconds of imports that each loader worker
+            # and each restart of
+            # the mount's daemon would pay.
+            return _Resolved.of_token(_normalized(host), token)
+        return _Resolved.of_sdk(host, self._token)
+
+
+class _Resolved:
+    """What `Credentials` found in this process."""
+
+    def __init__(self, host: str, source: _Token | _Sdk) -> None:
+        self.host = host
+        self._source = source
+
+    @classmethod
+    def of_token(cls, host: str, token: str) -> _Resolved:
+        return cls(host, _Token(token))
+
+    @classmethod
+    def of_sdk(cls, host: str | None, token: str | None) -> _Resolved:
+        source = _Sdk(host, token)
+        return cls(_normalized(source.host), source)
+
+    def headers(self) -> dict[str, str]:
+        return self._source.headers()
+
+
+class _Token:
+    def __init__(self, token: str) -> None:
+        self._headers = {"Authorization": f"Bearer {token}"}
+        workspace = os.environ.get("DATABRICKS_WORKSPACE_ID")
+        if workspace:
+            self._headers["X-Databricks-Workspace-Id"] = workspace
+
+    def headers(self) -> dict[str, str]:
+        return dict(self._headers)
+
+
+class _Sdk:
+    def __init__(self, host: str | None, token: str | None) -> None:
+        failure: VolumeError
+        try:
+            from databricks.sdk.core import Config
+
+            self._config = Config(
+                host=host,
+                token=token,
+                http_timeout_seconds=_DISCOVERY_SECONDS,
+                retry_timeout_seconds=_DISCOVERY_SECONDS,
+            )
+            self.host = str(self._config.host or "")
+            if self.host:
+                return
+            failure = Unauthenticated("open", "", _how_to_configure("no host is configured"))
+        except ValueError as error:
+            # The SDK's text names the settings it saw, tokens masked; ours masks once more.
+            failure = Unauthenticated("open", "", _how_to_configure(one_line(str(error))))
+        raise failure
+
+    def headers(self) -> dict[str, str]:
+        try:
+            headers = dict(self._config.authenticate())
+            if self._config.workspace_id:
+                headers["X-Databricks-Workspace-Id"] = str(self._config.workspace_id)
+            return headers
+        except Exception as error:
+            # Each way to authenticate has its own exceptions: HTTP, files, programs.
+            reason = one_line(f"no token could be had: {error}")
+        raise Unauthenticated("authenticate", "", reason)
+
+
+def _how_to_configure(reason: str) -> str:
+    return f"{reason}; set DATABRICKS_HOST and DATABRICKS_TOKEN, or a profile in ~/.databrickscfg"
+
+
+def _normalized(host: str) -> str:
+    """As the SDK has it: https where no scheme is given, no trailing slash."""
+    text = host.strip().rstrip("/")
+    if "://" not in text:
+        text = f"https://{text}"
+    scheme, _, rest = text.partition("://")
+    if scheme not in ("http", "https") or not rest or "@" in rest:
+        raise InvalidRequest(
+            "open", "", "DATABRICKS_HOST must be https://HOST[:PORT] or http://HOST[:PORT]"
+        )
+    return f"{scheme}://{rest.partition('/')[0]}"

@@ -1,0 +1,161 @@
+"""Signed download URLs, kept until they end. Called by `download.py`.
+
+One thread asks for a path's URL while the others that need it wait: eight readers of one file cost
+one request, when the file is opened and each time the URL expires.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from time import monotonic, time
+from typing import Any, Final
+
+from trainmount_files.answers import json_object
+from trainmount_files.api import Call, FilesApi
+from trainmount_files.errors import Unavailable, VolumeError
+from trainmount_files.retry import Cancellation, RetryPolicy
+
+__all__ = ["SignedUrl", "SignedUrls", "expire_time", "parse_signed_url"]
+
+_KEPT: Final = 4096
+"""URLs kept: about 1 KiB each."""
+
+_MARGIN_SECONDS: Final = 300
+"""A URL is not used in its last minutes, since a slow transfer begun then may be refused in the
+middle.
+"""
+
+_OWN_HEADERS: Final = frozenset(
+    {"accept", "accept-encoding", "content-length", "content-type", "host", "range"}
+    | {"authorization", "if-unmodified-since"}
+)
+"""What we set ourselves or must not send; a URL's headers may not change it."""
+
+_QUICKLY: Final = RetryPolicy(deadline_seconds=5.0)
+"""There is another way to the bytes, so asking for a URL does not wait long."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedUrl:
+    """A URL that authenticates by itself, and the headers to send with it."""
+
+    url: str = field(repr=False)
+    headers: Mapping[str, str] = field(repr=False)
+
+
+def parse_signed_url(value: Any) -> SignedUrl | None:
+    """The URL in an answer's object `{"url", "headers": [{"name", "value"}]}`; None where it is
+    something else.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("url"), str):
+        return None
+    url: str = value["url"]
+    if not url.startswith(("http://", "https://")):
+        return None
+    headers: dict[str, str] = {}
+    for header in value.get("headers") or ():
+        if not isinstance(header, dict):
+            return None
+        name, content = header.get("name"), header.get("value")
+        if not isinstance(name, str) or not isinstance(content, str):
+            return None
+        if name.lower() not in _OWN_HEADERS:
+            headers[name] = content
+    return SignedUrl(url, headers)
+
+
+def expire_time(lifetime_seconds: float) -> str:
+    """The instant that many seconds from now, as the API wants it."""
+    moment = datetime.fromtimestamp(time(), UTC) + timedelta(seconds=lifetime_seconds)
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One path's URL; its lock is held while a new one is asked for."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    signed: SignedUrl | None = None
+    good_until: float = 0.0
+
+
+class SignedUrls:
+    """Download URLs by path, of one process. Any thread may call."""
+
+    def __init__(self, api: FilesApi, root: str, lifetime_seconds: float) -> None:
+        self._api = api
+        self._root = root
+        self._lifetime_seconds = lifetime_seconds
+        # path -> slot, least recently used first; guarded by the lock, which is never held during a
+        # request.
+        self._slots: OrderedDict[str, _Slot] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: str, cancel: Cancellation | None = None) -> SignedUrl:
+        """A URL that is good now.
+
+        Raises:
+            VolumeError: the store gives none; the bytes may still be had without.
+        """
+        return self._get(path, None, cancel)
+
+    def renewed(
+        self, path: str, expired: SignedUrl, cancel: Cancellation | None = None
+    ) -> SignedUrl:
+        """Another URL than `expired`, which was refused: the one somebody has renewed since, or a
+        new one.
+
+        Raises:
+            VolumeError: as `get`.
+        """
+        return self._get(path, expired, cancel)
+
+    def has(self, path: str) -> bool:
+        """Whether `get` would answer without a request, as far as can be told."""
+        with self._lock:
+            slot = self._slots.get(path)
+        return slot is not None and slot.signed is not None and monotonic() < slot.good_until
+
+    def drop(self, path: str) -> None:
+        """Forget the URL of a path whose file is gone or another one now."""
+        with self._lock:
+            self._slots.pop(path, None)
+
+    def _get(self, path: str, refused: SignedUrl | None, cancel: Cancellation | None) -> SignedUrl:
+        with self._lock:
+            slot = self._slots.setdefault(path, _Slot())
+            self._slots.move_to_end(path)
+            while len(self._slots) > _KEPT:
+                self._slots.popitem(last=False)
+        with slot.lock:
+            signed = slot.signed
+            if signed is not None and signed is not refused and monotonic() < slot.good_until:
+                return signed
+            slot.signed = None
+            began = monotonic()
+            slot.signed = self._ask(path, cancel)
+            margin = min(_MARGIN_SECONDS, self._lifetime_seconds / 10)
+            slot.good_until = began + self._lifetime_seconds - margin
+            return slot.signed
+
+    def _ask(self, path: str, cancel: Cancellation | None) -> SignedUrl:
+        call = Call(
+            operation="read",
+            path=path,
+            method="POST",
+            target="/create-download-url",
+            query={
+                "path": f"{self._root}/{path}",
+                "expire_time": expire_time(self._lifetime_seconds),
+            },
+        )
+        reply = self._api.call(call, cancel=cancel, policy=_QUICKLY).unwrap()
+        signed = parse_signed_url(json_object(reply.body))
+        if signed is None:
+            failure: VolumeError = Unavailable("read", path, "the store gave no usable signed URL")
+            raise failure
+        return signed

@@ -1,0 +1,405 @@
+"""Bytes over HTTP: the pool of connections, whole small answers, and bodies straight into the
+caller's memory.
+
+The only module that imports urllib3. It knows nothing of Databricks, paths or retries: one call is
+one request. No exception leaves it that carries a URL, not even as a cause.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from trainmount_files.errors import VolumeError
+from trainmount_files.per_process import PerProcess
+from trainmount_files.redaction import quiet_urls
+from trainmount_files.retry import Cancellation
+from trainmount_files.volume import MIB, Buffer
+
+if TYPE_CHECKING:
+    import urllib3
+
+__all__ = ["Answer", "FileSlice", "Reply", "Transport", "TransportError", "TransportOptions"]
+
+_SEND_BLOCK_BYTES: Final = MIB
+"""Bytes read from a file and handed to the socket at once; the memory of a part that is being sent.
+"""
+
+_MAX_REPLY_BYTES: Final = 32 * MIB
+"""A listing page of 1,000 long names is under 3 MiB; what is larger is no answer of this API."""
+
+_RECEIVE_BYTES: Final = MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportOptions:
+    """Connections and their patience."""
+
+    connect_timeout_seconds: float = 10.0
+    """Time for a TCP and TLS handshake. A firewall that drops packets is noticed after this long.
+    """
+
+    inactivity_timeout_seconds: float = 60.0
+    """Longest silence in the middle of a request, as the SDK has it."""
+
+    connections: int = 32
+    """Connections kept open for each host; more are made when needed and closed after use."""
+
+    user_agent: str = "trainmount/0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Looked up without regard to case."""
+    body: bytes
+
+
+class TransportError(Exception):
+    """A request that got no whole answer.
+
+    `was_sent` tells whether the other side may have acted on it.
+    """
+
+    def __init__(self, reason: str, *, was_sent: bool, may_pass: bool = True) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.was_sent = was_sent
+        self.may_pass = may_pass
+        """False where another try will fail the same way: a certificate that is not trusted."""
+
+
+class Answer:
+    """An answer whose body is still on the wire. Used inside `Transport.open` only."""
+
+    def __init__(self, response: urllib3.BaseHTTPResponse) -> None:
+        self._response = response
+        self.status: int = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self.was_read = False
+        # urllib3's own readinto copies each byte twice; its raw response reads into place.
+        raw = getattr(response, "_fp", None)
+        self._raw = raw if isinstance(raw, http.client.HTTPResponse) else None
+
+    def receive_into(self, target: memoryview, cancel: Cancellation | None = None) -> int:
+        """Put body bytes into `target` until it is full, the body ends early or `cancel` is set.
+
+        Returns how many bytes came. A connection that breaks counts as an early end: what came
+        before it is good.
+        """
+        raw = self._raw
+        done = 0
+        try:
+            while done < len(target) and not (cancel is not None and cancel.is_set()):
+                piece = target[done : done + _RECEIVE_BYTES]
+                got = raw.readinto(piece) if raw is not None else self._response.readinto(piece)
+                if not got:
+                    break
+                done += got
+        except (OSError, http.client.HTTPException, _urllib3_error()):
+            return done
+        return done
+
+    def is_at_end(self) -> bool:
+        """Whether the body is over; reads one byte at most of a body that goes on."""
+        try:
+            self.was_read = not (self._raw or self._response).read(1)
+        except (OSError, http.client.HTTPException, _urllib3_error()):
+            return False
+        return self.was_read
+
+    def read_small(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            TransportError: it is broken off or larger than an answer of an API can be.
+        """
+        reason = ""
+        try:
+            body = self._response.read(_MAX_REPLY_BYTES + 1)
+            if len(body) <= _MAX_REPLY_BYTES:
+                self.was_read = True
+                return body
+            reason = "the answer is too large"
+        except (OSError, http.client.HTTPException, _urllib3_error()) as error:
+            reason = _describe(error)
+        raise TransportError(reason, was_sent=True)
+
+
+class FileSlice:
+    """A body that is read from a file by position while it is sent; each request makes its own."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        start: int,
+        size_bytes: int,
+        *,
+        on_short: VolumeError,
+        on_cancel: VolumeError,
+        cancel: Cancellation | None,
+    ) -> None:
+        """`on_short` is raised where the file ends before the slice does."""
+        self._descriptor = descriptor
+        self._offset = start
+        self._end = start + size_bytes
+        self._on_short = on_short
+        self._on_cancel = on_cancel
+        self._cancel = cancel
+
+    def __len__(self) -> int:
+        return self._end - self._offset
+
+    def read(self, size: int = -1) -> bytes:
+        if self._cancel is not None and self._cancel.is_set():
+            raise self._on_cancel
+        left = self._end - self._offset
+        wanted = min(left, _SEND_BLOCK_BYTES) if size < 0 else min(left, size)
+        if wanted == 0:
+            return b""
+        data = os.pread(self._descriptor, wanted, self._offset)
+        if not data:
+            raise self._on_short
+        self._offset += len(data)
+        return data
+
+
+class Transport:
+    """Sends requests over kept connections. Any thread may call; a forked child makes connections
+    of its own.
+    """
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._options = options
+        self._managers = PerProcess(lambda: _Managers(options))
+
+    def exchange(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        body: Buffer | FileSlice | None = None,
+    ) -> Reply:
+        """Send a request and read its whole answer, whatever its status.
+
+        Raises:
+            TransportError: no whole answer came.
+            VolumeError: what `FileSlice` raises.
+        """
+        with self.open(method, url, headers=headers, body=body) as answer:
+            return Reply(answer.status, answer.headers, answer.read_small())
+
+    @contextmanager
+    def open(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        body: Buffer | FileSlice | None = None,
+    ) -> Iterator[Answer]:
+        """Send a request; the body of the answer is read inside the `with`.
+
+        A body that was not read to its end costs its connection, never a drain.
+        """
+        response = self._send(method, url, headers, body)
+        answer = Answer(response)
+        try:
+            yield answer
+        finally:
+            if not answer.was_read:
+                response.close()
+            response.release_conn()
+
+    def close(self) -> None:
+        managers = self._managers.peek()
+        if managers is not None:
+            managers.clear()
+
+    def _send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Buffer | FileSlice | None,
+    ) -> urllib3.BaseHTTPResponse:
+        complete = {
+            "User-Agent": self._options.user_agent,
+            # Compressed bytes are other bytes than the file's.
+            "Accept-Encoding": "identity",
+            "Accept": "*/*",
+            **headers,
+        }
+        if body is not None:
+            size = len(body) if isinstance(body, FileSlice) else memoryview(body).nbytes
+            complete["Content-Length"] = str(size)
+        elif method in ("PUT", "POST", "DELETE"):
+            complete["Content-Length"] = "0"
+        try:
+            with quiet_urls():
+                return (
+                    self._managers.get()
+                    .of(url)
+                    .urlopen(
+                        method,
+                        url,
+                        body=body,
+                        headers=complete,
+                        retries=False,
+                        redirect=False,
+                        preload_content=False,
+                        decode_content=False,
+                        assert_same_host=False,
+                    )
+                )
+        except (OSError, ValueError, http.client.HTTPException, _urllib3_error()) as error:
+            failure = TransportError(
+                _describe(error), was_sent=_may_be_sent(error), may_pass=_may_pass(error)
+            )
+        # Out of the handler, so that the original is not attached: its text may hold the URL.
+        raise failure
+
+
+class _Managers:
+    """urllib3's pools of this process: one way straight, one for each proxy."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._options = options
+        self._by_proxy: dict[str | None, urllib3.PoolManager] = {}
+        self._lock = threading.Lock()
+        self._proxies = getproxies()
+
+    def of(self, url: str) -> urllib3.PoolManager:
+        parts = urlsplit(url)
+        proxy = self._proxies.get(parts.scheme) or self._proxies.get("all")
+        if proxy is not None and proxy_bypass(parts.netloc):
+            proxy = None
+        with self._lock:
+            manager = self._by_proxy.get(proxy)
+            if manager is None:
+                manager = self._by_proxy[proxy] = self._make(proxy)
+            return manager
+
+    def clear(self) -> None:
+        with self._lock:
+            for manager in self._by_proxy.values():
+                manager.clear()
+
+    def _make(self, proxy: str | None) -> urllib3.PoolManager:
+        import certifi
+        import urllib3
+
+        options = self._options
+        certificates = (
+            os.environ.get("REQUESTS_CA_BUNDLE")
+            or os.environ.get("SSL_CERT_FILE")
+            or certifi.where()
+        )
+        timeout = urllib3.Timeout(
+            connect=options.connect_timeout_seconds, read=options.inactivity_timeout_seconds
+        )
+        if proxy is not None:
+            return urllib3.ProxyManager(
+                proxy,
+                num_pools=8,
+                maxsize=options.connections,
+                blocksize=_SEND_BLOCK_BYTES,
+                timeout=timeout,
+                ca_certs=certificates,
+            )
+        return urllib3.PoolManager(
+            num_pools=8,
+            maxsize=options.connections,
+            blocksize=_SEND_BLOCK_BYTES,
+            timeout=timeout,
+            ca_certs=certificates,
+        )
+
+
+def _urllib3_error() -> type[Exception]:
+    # Looked up late: the package is importable, and fast, where no request is made.
+    from urllib3.exceptions import HTTPError
+
+    return HTTPError
+
+
+def _describe(error: Exception) -> str:
+    """What happened, from the kinds of the exceptions and errno: their texts may hold a URL."""
+    from urllib3 import exceptions
+
+    if isinstance(error, exceptions.NameResolutionError):
+        return "the host's name cannot be resolved"
+    if isinstance(error, exceptions.ConnectTimeoutError):
+        return "no connection within the time limit"
+    if isinstance(error, exceptions.ReadTimeoutError | TimeoutError):
+        return "no answer within the time limit"
+    if _certificate_error(error) is not None:
+        return "the server's certificate is not trusted"
+    if isinstance(error, exceptions.ProxyError):
+        return "the proxy cannot be reached"
+    number = _errno_of(error)
+    if number is not None:
+        return f"the connection failed: {os.strerror(number).lower()}"
+    return f"the connection broke ({type(error).__name__})"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, its arguments that are errors, and their causes."""
+    pending: list[BaseException] = [error]
+    seen: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        pending += [value for value in current.args if isinstance(value, BaseException)]
+        pending += [value for value in (current.__cause__, current.__context__) if value]
+
+
+def _errno_of(error: Exception) -> int | None:
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno and not isinstance(link, socket.gaierror):
+            return link.errno
+    return None
+
+
+def _certificate_error(error: Exception) -> ssl.SSLError | None:
+    for link in _chain(error):
+        if isinstance(link, ssl.SSLCertVerificationError):
+            return link
+    return None
+
+
+def _may_be_sent(error: Exception) -> bool:
+    from urllib3 import exceptions
+
+    return not isinstance(
+        error,
+        exceptions.NewConnectionError
+        | exceptions.ConnectTimeoutError
+        | exceptions.ProxyError
+        | exceptions.SSLError
+        | exceptions.LocationValueError
+        | ValueError,
+    )
+
+
+def _may_pass(error: Exception) -> bool:
+    from urllib3 import exceptions
+
+    is_malformed = isinstance(error, exceptions.LocationValueError | ValueError)
+    return not is_malformed and _certificate_error(error) is None

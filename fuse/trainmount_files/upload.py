@@ -1,0 +1,272 @@
+"""From a file or a buffer to a file of the volume. Called by `files_api.py`.
+
+    put       one PUT
+    upload    one PUT below the threshold, parts above it; one PUT as well where the store refuses
+    parts
+
+Whatever fails, the path keeps its old content or none.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from time import monotonic
+from typing import BinaryIO, Final
+
+from trainmount_files.api import BodySource, Call, FilesApi, encode_path
+from trainmount_files.errors import (
+    AlreadyExists,
+    Cancelled,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    TooLarge,
+    Unavailable,
+    Unsupported,
+    VolumeError,
+)
+from trainmount_files.multipart import MultipartUpload
+from trainmount_files.options import MAX_PART_BYTES, MAX_PUT_BYTES, FilesApiOptions
+from trainmount_files.retry import Cancellation
+from trainmount_files.transfer import FileSlice, Transport
+from trainmount_files.volume import MIB, Buffer, FileStat
+
+__all__ = ["Uploads", "part_size_for"]
+
+_REFUSALS: Final = (InvalidRequest, NotFound, PermissionDenied, Unsupported)
+"""What a store that offers no parts says to the first question or the first part; one PUT then
+tells the truth.
+"""
+
+
+def part_size_for(path: str, size_bytes: int, options: FilesApiOptions) -> int:
+    """Bytes of each part but the last, so that the parts suffice.
+
+    Raises:
+        TooLarge: the file is larger than all parts together may be.
+    """
+    least = -(-size_bytes // options.max_parts)
+    if least > MAX_PART_BYTES:
+        limit = MAX_PART_BYTES * options.max_parts
+        raise TooLarge("upload", path, f"a file may have {limit} bytes, this one has {size_bytes}")
+    if least <= options.part_size_bytes:
+        return options.part_size_bytes
+    return min(-(-least // MIB) * MIB, MAX_PART_BYTES)
+
+
+class Uploads:
+    """Stores files in one volume. Any thread may call."""
+
+    def __init__(
+        self,
+        api: FilesApi,
+        transport: Transport,
+        root: str,
+        options: FilesApiOptions,
+        stat: Callable[[str], FileStat],
+    ) -> None:
+        self._api = api
+        self._transport = transport
+        self._root = root
+        self._options = options
+        self._stat = stat
+
+    def put(self, path: str, data: Buffer, *, overwrite: bool) -> FileStat:
+        """Store a whole buffer, as `Volume.put` says."""
+        size_bytes = memoryview(data).nbytes
+        return self._put("put", path, size_bytes, lambda: data, overwrite=overwrite, cancel=None)
+
+    def upload(
+        self,
+        path: str,
+        source: BinaryIO,
+        size_bytes: int,
+        *,
+        overwrite: bool,
+        cancel: Cancellation | None,
+    ) -> FileStat:
+        """Store the first `size_bytes` bytes of a file, as `Volume.upload` says."""
+        descriptor = source.fileno()
+        present = os.fstat(descriptor).st_size
+        if present < size_bytes:
+            raise _short(path, size_bytes)
+
+        def slice_of(start: int, length: int, stop: Cancellation | None) -> BodySource:
+            return lambda: FileSlice(
+                descriptor,
+                start,
+                length,
+                on_short=_short(path, size_bytes),
+                on_cancel=Cancelled("upload", path, "cancelled"),
+                cancel=stop,
+            )
+
+        if size_bytes >= max(self._options.multipart_threshold_bytes, 1):
+            part_bytes = part_size_for(path, size_bytes, self._options)
+            done = self._in_parts(path, slice_of, size_bytes, part_bytes, overwrite, cancel)
+            if done is not None:
+                return done
+        whole = slice_of(0, size_bytes, cancel)
+        return self._put("upload", path, size_bytes, whole, overwrite=overwrite, cancel=cancel)
+
+    def start(
+        self, path: str, *, overwrite: bool, cancel: Cancellation | None = None
+    ) -> MultipartUpload:
+        """Begin an upload in parts."""
+        return MultipartUpload(
+            self._api,
+            self._transport,
+            path=path,
+            remote_path=f"{self._root}/{path}",
+            overwrite=overwrite,
+            max_parts=self._options.max_parts,
+            url_lifetime_seconds=self._options.url_lifetime_seconds,
+            stat=self._stat,
+            put_empty=lambda: self.put(path, b"", overwrite=overwrite),
+            cancel=cancel,
+        )
+
+    def _put(
+        self,
+        operation: str,
+        path: str,
+        size_bytes: int,
+        body: BodySource,
+        *,
+        overwrite: bool,
+        cancel: Cancellation | None,
+    ) -> FileStat:
+        if size_bytes > MAX_PUT_BYTES:
+            reason = f"one request may store {MAX_PUT_BYTES} bytes, the file has {size_bytes}"
+            raise TooLarge(operation, path, reason)
+        call = Call(
+            operation=operation,
+            path=path,
+            method="PUT",
+            target=f"/files{encode_path(operation, f'{self._root}/{path}')}",
+            query={"overwrite": "true" if overwrite else "false"},
+            headers={"Content-Type": "application/octet-stream"},
+        )
+        outcome = self._api.call(call, body=body, cancel=cancel)
+        if isinstance(outcome.error, AlreadyExists) and outcome.was_uncertain:
+            # Ours or another's: to claim either could make two winners or none.
+            reason = "an answer was lost, and something is at the path: this file or another"
+            raise Unavailable(operation, path, reason)
+        outcome.unwrap()
+        return self._stat(path)
+
+    def _in_parts(
+        self,
+        path: str,
+        slice_of: Callable[[int, int, Cancellation | None], BodySource],
+        size_bytes: int,
+        part_bytes: int,
+        overwrite: bool,
+        cancel: Cancellation | None,
+    ) -> FileStat | None:
+        """Store a file in parts; None where the store takes no parts and one request may do."""
+        may_fall_back = size_bytes <= MAX_PUT_BYTES
+        stop = _Stop(cancel)
+        try:
+            upload = self.start(path, overwrite=overwrite, cancel=stop)
+        except _REFUSALS:
+            if may_fall_back:
+                return None
+            raise
+        slices = [
+            (number, start, min(part_bytes, size_bytes - start))
+            for number, start in enumerate(range(0, size_bytes, part_bytes), start=1)
+        ]
+
+        def send(number: int, start: int, length: int) -> None:
+            if stop.is_set():
+                raise Cancelled("upload", path, "cancelled")
+            upload.send_part(number, length, slice_of(start, length, stop))
+
+        try:
+            # The first one alone: whether the store's own address can be reached shows here, at the
+            # cost of one part.
+            try:
+                send(*slices[0])
+            except _SourceTooShort:
+                raise
+            except _REFUSALS:
+                if may_fall_back:
+                    return None
+                raise
+            self._send_all(send, slices[1:], stop)
+            return upload.complete()
+        finally:
+            upload.abort()
+
+    def _send_all(
+        self,
+        send: Callable[[int, int, int], None],
+        slices: list[tuple[int, int, int]],
+        stop: _Stop,
+    ) -> None:
+        """Send parts at once; after a failure none is started and those under way give up."""
+        if not slices:
+            return
+        workers = min(self._options.parallelism, len(slices))
+        with ThreadPoolExecutor(workers, thread_name_prefix="trainmount-upload") as executor:
+            futures: list[Future[None]] = [executor.submit(send, *each) for each in slices]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+                failures = [error for each in futures if (error := _failure_of(each)) is not None]
+            except BaseException:
+                # KeyboardInterrupt, for one.
+                failures = []
+                stop.set()
+                executor.shutdown(wait=False, cancel_futures=True)
+                raise
+            if failures:
+                stop.set()
+                executor.shutdown(wait=False, cancel_futures=True)
+        # The cause, not the parts that gave up because of it.
+        failures.sort(key=lambda error: isinstance(error, Cancelled))
+        if failures:
+            raise failures[0]
+
+
+class _Stop:
+    """Set after a failure of ours, or by the caller's event; implements `Cancellation`."""
+
+    _POLL_SECONDS: Final = 0.1
+
+    def __init__(self, caller: Cancellation | None) -> None:
+        self._own = threading.Event()
+        self._caller = caller
+
+    def set(self) -> None:
+        self._own.set()
+
+    def is_set(self) -> bool:
+        return self._own.is_set() or (self._caller is not None and self._caller.is_set())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self._caller is None:
+            return self._own.wait(timeout)
+        # Two events cannot be waited for at once; a tenth of a second is soon enough for a person.
+        deadline = None if timeout is None else monotonic() + timeout
+        while not self.is_set():
+            left = self._POLL_SECONDS if deadline is None else deadline - monotonic()
+            if left <= 0:
+                return False
+            self._own.wait(min(left, self._POLL_SECONDS))
+        return True
+
+
+class _SourceTooShort(InvalidRequest):
+    """The file that is being stored has become shorter; nothing that the store said."""
+
+
+def _failure_of(future: Future[None]) -> BaseException | None:
+    return future.exception() if future.done() and not future.cancelled() else None
+
+
+def _short(path: str, size_bytes: int) -> VolumeError:
+    return _SourceTooShort("upload", path, f"the source has fewer than {size_bytes} bytes")
