@@ -207,7 +207,7 @@ class _Holder:
     def _give_up(self) -> None:
         # The dead mount stays at its name. Without it programs would write into the directory
         # below, and nobody would notice.
-        abort(self._connection)
+        # Closing the last descriptor aborts the connection.
         os.close(self._connection.fd)
         logger.error(
             "the mount is dead and has to be unmounted by hand",

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 FILESYSTEM_TYPE: Final = "fuse.trainmount"
 """What `mount` and /proc/self/mountinfo show as the type."""
+
+CONTROL_FOLDER: Final = Path("/sys/fs/fuse/connections")
 
 FUSE_DEVICE: Final = Path("/dev/fuse")
 
@@ -177,14 +180,30 @@ def abort(connection: FuseConnection) -> bool:
     The mount itself stays, and answers ENOTCONN, so that nobody writes into the directory below it
     by mistake.
     """
-    button = Path(f"/sys/fs/fuse/connections/{connection.device_minor}/abort")
+    if _press_abort(CONTROL_FOLDER, connection) or _press_abort_on_a_mount_of_our_own(connection):
+        return True
+    # In a user namespace nobody may have the control file system. A forced unmount aborts first and
+    # then also takes the name away, where no program uses it.
+    return bool(_libc.umount2(os.fsencode(connection.mountpoint), MNT_FORCE) == 0)
+
+
+def _press_abort(folder: Path, connection: FuseConnection) -> bool:
     try:
-        button.write_text("1\n", encoding="ascii")
+        (folder / str(connection.device_minor) / "abort").write_text("1\n", encoding="ascii")
     except OSError:
-        # Where the control file system is not mounted (a user namespace, a small container) a
-        # forced unmount aborts first and then fails or succeeds; either is good enough.
-        return bool(_libc.umount2(os.fsencode(connection.mountpoint), MNT_FORCE) == 0)
+        return False
     return True
+
+
+def _press_abort_on_a_mount_of_our_own(connection: FuseConnection) -> bool:
+    """Containers often have no control file system at its usual place."""
+    with tempfile.TemporaryDirectory(prefix="trainmount-") as name:
+        if _libc.mount(b"fusectl", os.fsencode(name), b"fusectl", ctypes.c_ulong(0), None) != 0:
+            return False
+        try:
+            return _press_abort(Path(name), connection)
+        finally:
+            _libc.umount2(os.fsencode(name), MNT_DETACH)
 
 
 def list_mounts() -> Iterator[MountPoint]:

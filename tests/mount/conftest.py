@@ -1,0 +1,275 @@
+"""Mounts for tests: processes of the real command line, ended and cleaned up whatever a test
+leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainmount_fuse.session.mounting import MountError, find_mount, unmount
+
+DEADLINE_SECONDS = 60.0
+"""Far above what anything here takes; a test that gets there has found something that never
+happens."""
+
+FUSE_DEVICE = Path("/dev/fuse")
+NOBODY = 65534
+
+
+def wait_until(condition: Callable[[], Any], what: str = "a condition") -> Any:
+    """Poll until `condition` is true and return what it said."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not come true in {DEADLINE_SECONDS:g} s")
+        time.sleep(0.02)
+
+
+@dataclass
+class MountProcess:
+    """A holder in the foreground, and what it says of itself."""
+
+    mountpoint: Path
+    folder: Path
+    """Beside the mount: ready file, log, cache, state."""
+
+    command: Sequence[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def ready_file(self) -> Path:
+        return self.folder / "ready.json"
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text(encoding="utf-8", errors="replace")
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def wait_ready(self) -> dict[str, Any]:
+        assert self.process is not None
+        process = self.process
+        wait_until(lambda: self.ready_file.exists() or process.poll() is not None, "the mount")
+        assert process.poll() is None, self.log
+        return self.ready()
+
+    def ready(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.ready_file.read_text(encoding="utf-8"))
+        return document
+
+    def kill_daemon(self) -> None:
+        """Kill the daemon like the out-of-memory killer does, and wait until its successor
+        answers."""
+        pid = self.ready()["daemon_pid"]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: self.ready()["daemon_pid"] != pid, "a successor")
+
+    def stop(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(DEADLINE_SECONDS)
+
+    def is_mounted(self) -> bool:
+        return find_mount(self.mountpoint) is not None
+
+    def clean(self) -> None:
+        """End what is left, whatever state it is in."""
+        process = self.process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(DEADLINE_SECONDS)
+            process.kill()
+            process.wait()
+        while self.is_mounted():
+            with contextlib.suppress(MountError):
+                unmount(self.mountpoint, lazy=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fuse_device() -> None:
+    if not FUSE_DEVICE.exists():
+        pytest.skip("needs /dev/fuse")
+
+
+@pytest.fixture
+def start_mount(tmp_path: Path) -> Iterator[Callable[..., MountProcess]]:
+    """`start_mount(source, *options, prefix=(), environment={})` mounts at `tmp_path/mnt` and
+    waits until it answers.
+
+    `wait=False` returns at once; `python` is the interpreter, `name` the folder's name, `root` its
+    parent. With `toy` a fault of session_toy_daemon.py, that is what is mounted.
+    """
+    started: list[MountProcess] = []
+
+    def start(
+        source: str,
+        *options: str,
+        name: str = "mnt",
+        prefix: Sequence[str] = (),
+        python: str = sys.executable,
+        environment: dict[str, str] | None = None,
+        wait: bool = True,
+        root: Path = tmp_path,
+        toy: str | None = None,
+    ) -> MountProcess:
+        mountpoint = root / name
+        folder = root / f"{name}.files"
+        folder.mkdir(exist_ok=True)
+        mountpoint.mkdir(exist_ok=True)
+        program = ["-m", "trainmount_fuse"]
+        if toy is not None:
+            program = [str(Path(__file__).with_name("session_toy_holder.py")), toy]
+        command = [*prefix, python, *program, "mount", source, str(mountpoint)]
+        command += ["--foreground", "--ready-file", str(folder / "ready.json")]
+        command += ["--cache-dir", str(folder / "cache"), "--state-dir", str(folder / "state")]
+        mount = MountProcess(mountpoint, folder, [*command, *options], environment or {})
+        started.append(mount)
+        mount.start()
+        if wait:
+            mount.wait_ready()
+        return mount
+
+    yield start
+    for mount in started:
+        mount.clean()
+
+
+@pytest.fixture
+def open_fuse_device() -> Iterator[None]:
+    """/dev/fuse as distributions have it: everybody may open it."""
+    mode = FUSE_DEVICE.stat().st_mode
+    if mode & 0o666 == 0o666:
+        yield
+        return
+    if os.getuid() != 0:
+        pytest.skip("/dev/fuse may not be opened by everybody, and only root can change that")
+    FUSE_DEVICE.chmod(0o666)
+    yield
+    FUSE_DEVICE.chmod(mode & 0o777)
+
+
+@dataclass(frozen=True)
+class Unprivileged:
+    """How to run Python as an ordinary user."""
+
+    prefix: tuple[str, ...]
+    python: str
+    environment: dict[str, str]
+
+    def run(
+        self, *arguments: str, timeout: float = DEADLINE_SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.prefix, self.python, *arguments],
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="session")
+def nobody() -> Unprivileged:
+    """User 65534 with no group and no capability, and an interpreter that this user can run."""
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv to become another user")
+    prefix = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+    path = os.pathsep.join(one for one in sys.path if one)
+    environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent"}
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for python in (sys.executable, f"/usr/bin/{version}"):
+        user = Unprivileged(prefix, python, environment)
+        # `env` stands between, because setpriv itself may still start what the user may not.
+        probe = Unprivileged((*prefix, "env"), python, environment)
+        with contextlib.suppress(OSError):
+            if probe.run("-c", "import pyfuse3, trio, trainmount_fuse").returncode == 0:
+                return user
+    pytest.skip("user 65534 can run no interpreter that has pyfuse3")
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A folder that everybody may enter and write, unlike `tmp_path`."""
+    folder = Path(tempfile.mkdtemp(prefix="trainmount-test-"))
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+class Reader:
+    """A process with several threads that reads at random and checks every word
+    (session_reader.py)."""
+
+    def __init__(self, file: Path, counter: Path, prefix: Sequence[str] = ()) -> None:
+        self._counter = counter
+        counter.write_bytes(bytes(8))
+        program = Path(__file__).with_name("session_reader.py")
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, str(program), str(file), str(counter)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def count(self) -> int:
+        return int.from_bytes(self._counter.read_bytes(), "little")
+
+    def wait_for_more(self, more: int = 50) -> None:
+        """Wait until `more` further reads were right."""
+        goal = self.count + more
+        wait_until(lambda: self.count >= goal or self.process.poll() is not None, "further reads")
+        assert self.process.poll() is None, self.process.communicate()[0]
+
+    def finish(self) -> None:
+        """End it; fails where a read failed or was wrong."""
+        output, _ = self.process.communicate("", timeout=DEADLINE_SECONDS)
+        assert self.process.returncode == 0, output
+
+    def clean(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture
+def read_at_random(tmp_path: Path) -> Iterator[Callable[..., Reader]]:
+    """`read_at_random(file)` starts a Reader on a file whose every 8-byte word is its own
+    offset."""
+    readers: list[Reader] = []
+
+    def start(file: Path, prefix: Sequence[str] = ()) -> Reader:
+        readers.append(Reader(file, tmp_path / f"reader-{len(readers)}", prefix))
+        return readers[-1]
+
+    yield start
+    for reader in readers:
+        reader.clean()

@@ -1,0 +1,25 @@
+"""`trainmount mount` with session_toy_daemon.py for its daemon and little patience. Run by the
+tests of the session.
+
+    session_toy_holder.py FAULT mount SOURCE MOUNTPOINT ...
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+from trainmount_fuse.main import main
+from trainmount_fuse.session import holder, restarts, supervisor
+
+if __name__ == "__main__":
+    toy = str(Path(__file__).with_name("session_toy_daemon.py"))
+    fault = sys.argv.pop(1)
+    supervisor.SupervisorOptions = functools.partial(  # type: ignore[assignment, misc]
+        supervisor.SupervisorOptions, daemon_command=(sys.executable, toy, fault)
+    )
+    if fault != "none":
+        policy = restarts.RestartPolicy(max_failed_starts=3, max_deaths=3)
+        holder.RestartBudget = functools.partial(restarts.RestartBudget, policy)  # type: ignore[assignment, misc]
+    sys.exit(main())
