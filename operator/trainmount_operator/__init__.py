@@ -1,0 +1,3 @@
+"""The operator of TrainingJobs. Public for the command line: `spec`, `environment`, `labels`,
+`accelerators`.
+"""

@@ -51,8 +51,9 @@ PLURAL: Final = "trainingjobs"
 
 MAXIMUM_NODES: Final = 4096
 MAXIMUM_COMMAND_LINES: Final = 1000
+# Linux takes 128 KiB as one argument of a program, and the command is one.
+MAXIMUM_COMMAND_BYTES: Final = 100 * 1024
 # A ConfigMap holds 1 MiB in all; the rest is room for its other keys and metadata.
-MAXIMUM_COMMAND_BYTES: Final = 256 * 1024
 MAXIMUM_PARAMETERS_BYTES: Final = 512 * 1024
 
 _NAME_PATTERN: Final = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"

@@ -1,0 +1,203 @@
+"""How an attempt stands: what ended it, or what holds it up.
+
+Called by `plan`. Pure. The first cause decides: when one node fails, the others follow within a
+second with errors of their own, and the Job's controller deletes the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from trainmount_operator.facts import JobFact, PodFact
+from trainmount_operator.launch import MESSAGE_PREFIX, RENDEZVOUS_EXIT_CODE
+from trainmount_operator.status import Outcome, Reason
+
+__all__ = ["Hold", "Verdict", "find_hold", "judge_pods"]
+
+_LONGEST_MESSAGE: Final = 400
+
+# What a kubelet, the scheduler or a controller writes as the reason of a disruption.
+_DISRUPTIONS: Final = {
+    "Evicted": Reason.EVICTED,
+    "EvictionByEvictionAPI": Reason.EVICTED,
+    "TerminationByKubelet": Reason.EVICTED,
+    "DeletionByTaintManager": Reason.NODE_LOST,
+    "DeletionByPodGC": Reason.NODE_LOST,
+    "NodeLost": Reason.NODE_LOST,
+    "PreemptionByScheduler": Reason.PREEMPTED,
+    "Preempting": Reason.PREEMPTED,
+    "Terminated": Reason.NODE_SHUTDOWN,
+    "NodeShutdown": Reason.NODE_SHUTDOWN,
+    "UnexpectedAdmissionError": Reason.NODE_REFUSED,
+    "NodeAffinity": Reason.NODE_REFUSED,
+    "AdmissionRejected": Reason.NODE_REFUSED,
+}
+
+# Why a container does not start, and whether time may heal it.
+_WAITING: Final = {
+    "ErrImagePull": Reason.IMAGE_UNAVAILABLE,
+    "ImagePullBackOff": Reason.IMAGE_UNAVAILABLE,
+    "ErrImageNeverPull": Reason.IMAGE_UNAVAILABLE,
+    "InvalidImageName": Reason.IMAGE_UNAVAILABLE,
+    "ImageInspectError": Reason.IMAGE_UNAVAILABLE,
+    "RegistryUnavailable": Reason.IMAGE_UNAVAILABLE,
+    "CreateContainerConfigError": Reason.CONFIGURATION_MISSING,
+    "CreateContainerError": Reason.CONFIGURATION_MISSING,
+}
+
+# Warnings of a pod that is bound and does not start.
+_VOLUME_WARNINGS: Final = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """An attempt ended."""
+
+    outcome: Outcome
+    reason: Reason
+    message: str = ""
+    exit_code: int | None = None
+    pod: PodFact | None = None
+    """The pod that decided it, if one did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """What keeps an attempt from running on all its nodes."""
+
+    reason: Reason
+    message: str
+    since: datetime | None = None
+    """When the pod it is about was bound to a node; None if it is not bound."""
+
+
+def judge_pods(
+    pods: Sequence[PodFact],
+    job: JobFact,
+    *,
+    num_nodes: int,
+    now: datetime,
+    node_lost_after: timedelta,
+) -> Verdict | None:
+    """What ended the attempt, None while it goes on."""
+    done = {pod.node_rank for pod in pods if pod.phase == "Succeeded"}
+    if job.complete or len(done) == num_nodes:
+        return Verdict(outcome=Outcome.SUCCEEDED, reason=Reason.COMPLETED)
+    causes = [cause for pod in pods if (cause := _cause(pod, now, node_lost_after)) is not None]
+    if causes:
+        # At the same second a disruption explains a failure; a mere deletion is explained by one.
+        return min(causes, key=lambda cause: (cause[0], cause[1]))[2]
+    if job.failed:
+        return Verdict(
+            outcome=Outcome.INTERRUPTED,
+            reason=Reason.POD_DELETED,
+            message=_short(f"a pod is gone: {job.failure_message}"),
+        )
+    return None
+
+
+def find_hold(pods: Sequence[PodFact], job: JobFact, *, num_nodes: int) -> Hold | None:
+    """What holds the attempt up, the most telling thing first; None if it merely takes its time."""
+    for pod in pods:
+        if pod.waiting_reason in _WAITING:
+            return Hold(
+                reason=_WAITING[pod.waiting_reason],
+                message=_short(f"{pod.who}: {pod.waiting_reason}: {pod.waiting_message}"),
+                since=pod.scheduled_time,
+            )
+    for pod in pods:
+        if pod.warning and not pod.running and not pod.terminal:
+            volume = pod.warning.startswith(_VOLUME_WARNINGS)
+            return Hold(
+                reason=Reason.VOLUME_UNAVAILABLE if volume else Reason.STARTING,
+                message=_short(f"{pod.who}: {pod.warning}"),
+                since=pod.scheduled_time if volume else None,
+            )
+    if len(pods) < num_nodes and job.warning:
+        return Hold(reason=Reason.PODS_NOT_CREATED, message=_short(job.warning))
+    unschedulable = [pod for pod in pods if pod.unschedulable]
+    if unschedulable:
+        return Hold(
+            reason=Reason.UNSCHEDULABLE,
+            message=_short(
+                f"{len(unschedulable)} of {num_nodes} nodes wait for room: "
+                f"{unschedulable[0].unschedulable}"
+            ),
+        )
+    return None
+
+
+def _cause(
+    pod: PodFact, now: datetime, node_lost_after: timedelta
+) -> tuple[datetime, int, Verdict] | None:
+    """When and why this pod ended the attempt; the number orders causes of one second."""
+    disrupted = pod.disruption_reason in _DISRUPTIONS or pod.disruption_reason.startswith("OutOf")
+    if disrupted or (pod.disruption_reason and pod.disruption_time):
+        reason = _DISRUPTIONS.get(pod.disruption_reason, Reason.EVICTED)
+        if pod.disruption_reason.startswith("OutOf"):
+            reason = Reason.NODE_REFUSED
+        message = pod.disruption_message or pod.disruption_reason
+        when = pod.disruption_time or pod.deletion_time or pod.exit_time or now
+        return when, 0, _interrupted(pod, reason, f"{pod.who}: {message}")
+    lost = pod.node_lost_time(node_lost_after)
+    if not pod.terminal and lost is not None and lost <= now:
+        return lost, 0, _interrupted(pod, Reason.NODE_LOST, f"{pod.who}: the node is gone")
+    killed_by_deletion = (
+        pod.deletion_time is not None
+        and pod.exit_reason != "OOMKilled"
+        and (pod.exit_time is None or pod.exit_time >= pod.deletion_time)
+    )
+    if pod.exit_code not in (None, 0) and not killed_by_deletion:
+        return pod.exit_time or now, 1, _program_failed(pod)
+    if pod.deletion_time is not None and pod.phase != "Succeeded":
+        message = f"{pod.who}: pod {pod.name} was deleted"
+        return pod.deletion_time, 2, _interrupted(pod, Reason.POD_DELETED, message)
+    if pod.phase == "Failed" and pod.exit_code == 0:
+        message = f"{pod.who}: the command ended with 0, another container of its pod failed"
+        return (
+            now,
+            1,
+            Verdict(
+                outcome=Outcome.FAILED,
+                reason=Reason.PROGRAM_FAILED,
+                message=message,
+                exit_code=0,
+                pod=pod,
+            ),
+        )
+    if pod.phase == "Failed":
+        # No exit code and no reason: nobody knows, so the program is not blamed.
+        message = f"{pod.who}: pod {pod.name} failed, its exit code is unknown"
+        return now, 3, _interrupted(pod, Reason.POD_DELETED, message)
+    return None
+
+
+def _interrupted(pod: PodFact, reason: Reason, message: str) -> Verdict:
+    return Verdict(outcome=Outcome.INTERRUPTED, reason=reason, message=_short(message), pod=pod)
+
+
+def _program_failed(pod: PodFact) -> Verdict:
+    reason = Reason.PROGRAM_FAILED
+    if pod.exit_reason == "OOMKilled":
+        reason = Reason.OUT_OF_MEMORY
+    elif pod.exit_code == RENDEZVOUS_EXIT_CODE and pod.exit_message.startswith(MESSAGE_PREFIX):
+        reason = Reason.RENDEZVOUS_FAILED
+    lines = [line.strip() for line in pod.exit_message.splitlines() if line.strip()]
+    last_line = lines[-1] if lines else ""
+    what = "was killed: out of memory" if reason == Reason.OUT_OF_MEMORY else "failed"
+    message = f"{pod.who} {what} (exit code {pod.exit_code})"
+    return Verdict(
+        outcome=Outcome.FAILED,
+        reason=reason,
+        message=_short(f"{message}: {last_line}" if last_line else message),
+        exit_code=pod.exit_code,
+        pod=pod,
+    )
+
+
+def _short(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= _LONGEST_MESSAGE else line[: _LONGEST_MESSAGE - 1] + "…"
