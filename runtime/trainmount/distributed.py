@@ -1,7 +1,8 @@
-"""The few collective operations that the loader and the checkpointer need, as no-ops in a single process.
+"""The few collective operations that the loader and the checkpointer need, as no-ops in a single
+process.
 
-Called by `data` and `checkpoint`. All of them are on the default process group; with one that died, they raise after
-that group's own timeout.
+Called by `data` and `checkpoint`. All of them are on the default process group; with one that died,
+they raise after that group's own timeout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["any_rank", "from_first_rank", "gather", "grid_of_process", "is_distributed"]
+__all__ = [
+    "announced_world_size",
+    "any_rank",
+    "from_first_rank",
+    "gather",
+    "grid_of_process",
+    "is_distributed",
+]
 
 T = TypeVar("T")
 
@@ -39,7 +47,8 @@ def announced_world_size() -> int:
 def gather(make: Callable[[], T]) -> list[T]:
     """What `make` returns on each rank, in order, on all ranks.
 
-    Where it raises on any rank, the first failed rank's exception is raised on all, so that none waits for another.
+    Where it raises on any rank, the first failed rank's exception is raised on all, so that none
+    waits for another.
     """
     if not is_distributed():
         return [make()]
@@ -57,7 +66,9 @@ def gather(make: Callable[[], T]) -> list[T]:
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on all ranks; only rank 0 calls it. Its exception is raised on all."""
+    """What `make` returns on rank 0, on all ranks; only rank 0 calls it. Its exception is raised on
+    all.
+    """
     if not is_distributed():
         return make()
     message: list[tuple[T | None, Exception | None]] = [(None, None)]

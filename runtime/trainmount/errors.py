@@ -1,9 +1,10 @@
-"""What can go wrong in a training program, each with one line that names the file or setting and what to do.
+"""What can go wrong in a training program, each with one line that names the file or setting and
+what to do.
 
 TrainmountError
 ├── LaunchError              the environment of the process is not that of a started job
 ├── DataError                the data cannot be delivered
-│   ├── ManifestChanged      the directory has other files than the state was taken over (ValueError)
+│   ├── ManifestChanged      the directory is not the one of the state (ValueError)
 │   ├── StateMismatch        a loader state that does not belong to this loader (ValueError)
 │   ├── MissingFile          a listed file is gone
 │   ├── DamagedFile          a listed file has another size than when it was listed
@@ -11,7 +12,7 @@ TrainmountError
 └── CheckpointError          a checkpoint could not be saved or loaded
     ├── NoCheckpoint         nothing committed at the path
     ├── DamagedCheckpoint    a file of a committed checkpoint is missing, cut or altered
-    └── RanksDisagree        the ranks are not at the same place, so no checkpoint of all can be whole
+    └── RanksDisagree        the ranks are not at the same place of the data
 
 Each takes a single message, so that it crosses process borders (loader workers, ranks) as it is.
 """

@@ -1,7 +1,8 @@
-"""This process's place in the job, and the job's parameters. Called by training programs; needs no torch.
+"""This process's place in the job, and the job's parameters. Called by training programs; needs no
+torch.
 
-`torchrun` sets the ranks; the operator (or `trainmount run --local`) sets the node, the attempt and the path of the
-parameters.
+`torchrun` sets the ranks; the operator (or `trainmount run --local`) sets the node, the attempt and
+the path of the parameters.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def world(environment: Mapping[str, str] = os.environ) -> World:
     """The place of this process as `torchrun` and the operator describe it.
 
     Raises:
-        LaunchError: a variable is missing (the program was not started by `torchrun`) or not a number in range.
+        LaunchError: a variable is missing (the program was not started by `torchrun`) or not a
+            number in range.
     """
     rank = _number(environment, "RANK")
     world_size = _number(environment, "WORLD_SIZE")
@@ -74,9 +76,11 @@ def world(environment: Mapping[str, str] = os.environ) -> World:
         )
     if local_rank >= local_world_size:
         raise LaunchError(
-            f"LOCAL_RANK is {local_rank}, but must be less than LOCAL_WORLD_SIZE, which is {local_world_size}"
+            f"LOCAL_RANK is {local_rank}, "
+            f"but must be less than LOCAL_WORLD_SIZE, which is {local_world_size}"
         )
-    # torchrun's own words for the node come first: with elastic rendezvous they differ from the operator's.
+    # torchrun's own words for the node come first: with elastic rendezvous they differ from the
+    # operator's.
     node_rank = _first_number(environment, ("GROUP_RANK", "NODE_RANK"), rank // local_world_size)
     num_nodes = _first_number(
         environment, ("GROUP_WORLD_SIZE", "NUM_NODES"), max(1, world_size // local_world_size)
@@ -99,14 +103,15 @@ def parameters(defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
     With `defaults`, a program also runs by hand, where no job has set a path.
 
     Raises:
-        LaunchError: HYPERPARAMETERS_PATH is not set and there are no defaults; or the file cannot be read, is not
-            YAML, or is not a mapping.
+        LaunchError: HYPERPARAMETERS_PATH is not set and there are no defaults; or the file cannot
+            be read, is not YAML, or is not a mapping.
     """
     path = os.environ.get(PARAMETERS_VARIABLE, "")
     if not path:
         if defaults is None:
             raise LaunchError(
-                f"{PARAMETERS_VARIABLE} is not set: start the program as a TrainingJob, or pass defaults to parameters()"
+                f"{PARAMETERS_VARIABLE} is not set: start the program as a TrainingJob, "
+                "or pass defaults to parameters()"
             )
         return dict(defaults)
     import yaml

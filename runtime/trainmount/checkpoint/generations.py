@@ -1,6 +1,8 @@
-"""Which generations are at a path, which of them are whole, and what goes. Called by `writer`, `reader`, `checkpointer`.
+"""Which generations are at a path, which of them are whole, and what goes. Called by `writer`,
+`reader`, `checkpointer`.
 
-Whole: the commit record is there and every file it lists has the recorded size. Bytes are verified when they are read.
+Whole: the commit record is there and every file it lists has the recorded size. Bytes are verified
+when they are read.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def read_record(store: CheckpointStore, generation: str) -> CommitRecord | None:
     """The commit record; None if the generation is not committed.
 
     Raises:
-        DamagedCheckpoint: the record is unreadable, or a file it lists is missing or has another size.
+        DamagedCheckpoint: the record is unreadable, or a file it lists is missing or has another
+            size.
     """
     name = f"{generation}/{COMMIT_NAME}"
     size_bytes = store.size(name)
@@ -119,10 +122,11 @@ def newest_whole(store: CheckpointStore) -> CommitRecord:
 
 
 def prune(store: CheckpointStore, committed: str, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` committed generations, and saves before `committed` that did not finish.
+    """Remove all but the newest `keep_last` committed generations, and saves before `committed`
+    that did not finish.
 
-    Called after `committed` was committed. What cannot be removed is logged and left for the next time: the save has
-    succeeded.
+    Called after `committed` was committed. What cannot be removed is logged and left for the next
+    time: the save has succeeded.
     """
     try:
         older = [name for name in list_generations(store) if name < committed]

@@ -2,9 +2,10 @@
 
     <path>/<generation>/r<rank>-<number>.bin    bytes of tensors and objects, one item after another
     <path>/<generation>/metadata                what torch's DCP knows of them, pickled
-    <path>/<generation>/commit.json             the commit record: every file with size and checksum. Written last
+    <path>/<generation>/commit.json             every file with size and checksum; written last
 
-A generation without a commit record is no checkpoint. Names of generations sort in the order of their saves.
+A generation without a commit record is no checkpoint. Names of generations sort in the order of
+their saves.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ __all__ = [
 COMMIT_NAME: Final = "commit.json"
 METADATA_NAME: Final = "metadata"
 
-# Each block of an item has a checksum of its own, so that a rank that needs a slice reads and verifies only the blocks
-# the slice touches. 256 KiB: two blocks more than needed are 5 % of a 10 MiB slice; and 1 GiB has 4096 checksums.
+# Each block of an item has a checksum of its own, so that a rank that needs a slice reads and
+# verifies only the blocks the slice touches. 256 KiB: two blocks more than needed are 5 % of a 10
+# MiB slice; and 1 GiB has 4096 checksums.
 BLOCK_BYTES: Final = 256 << 10
 
 _FORMAT: Final = "trainmount-checkpoint"
@@ -55,7 +57,9 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """Where the bytes of one tensor chunk or object are, and how to check them. Pickled in the metadata."""
+    """Where the bytes of one tensor chunk or object are, and how to check them. Pickled in the
+    metadata.
+    """
 
     file_name: str
 
@@ -66,10 +70,13 @@ class StoredItem:
     """In bytes."""
 
     checksums: tuple[int, ...]
-    """CRC-32 of each block of `BLOCK_BYTES`; the last block may be short. An empty item has none."""
+    """CRC-32 of each block of `BLOCK_BYTES`; the last block may be short. An empty item has none.
+    """
 
     dtype: str = ""
-    """Name in torch, such as `bfloat16`; empty for an object, which is stored as torch serialises it."""
+    """Name in torch, such as `bfloat16`; empty for an object, which is stored as torch serialises
+    it.
+    """
 
     shape: tuple[int, ...] = ()
     """Of the chunk; its elements are stored in row-major order."""
@@ -93,7 +100,7 @@ class CommitRecord:
 
     @classmethod
     def from_json(cls, text: bytes, where: str) -> CommitRecord:
-        """Raises DamagedCheckpoint, naming `where`, if it is not a commit record of this version."""
+        """Raises DamagedCheckpoint, naming `where`, if it is no commit record of this version."""
         try:
             described = json.loads(text)
             if described["format"] != _FORMAT or described["version"] != _VERSION:

@@ -1,8 +1,10 @@
-"""DCP storage that a checkpoint is read from. Called by torch's `dcp.load`, given by the user or by `checkpointer`.
+"""DCP storage that a checkpoint is read from. Called by torch's `dcp.load`, given by the user or by
+`checkpointer`.
 
-Calls, in order: `reset`, `read_metadata` (all ranks: choose the generation), `set_up_storage_reader`,
-`prepare_local_plan`, `prepare_global_plan` (first rank: all must have chosen the same), `read_data` (all ranks: the bytes
-that the rank's plan needs, each block verified).
+Calls, in order: `reset`, `read_metadata` (all ranks: choose the generation),
+`set_up_storage_reader`, `prepare_local_plan`, `prepare_global_plan` (first rank: all must have
+chosen the same), `read_data` (all ranks: the bytes that the rank's plan needs, each block
+verified).
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import zlib
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint import Metadata, StorageReader
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from trainmount.checkpoint.generations import newest_whole, read_metadata, read_record
@@ -40,11 +42,14 @@ _MAY_BE_UNPICKLED: Final = {
 class UCVolumeReader(StorageReader):
     """Reads the newest whole generation below a directory, or the one that is named.
 
-    A generation that is not committed is never read; a missing, cut or altered file is refused and named.
+    A generation that is not committed is never read; a missing, cut or altered file is refused and
+    named.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, generation: str | None = None) -> None:
-        """Nothing is read yet. `generation` is a name as `UCVolumeWriter.generation` gives it; default the newest."""
+        """Nothing is read yet. `generation` is a name as `UCVolumeWriter.generation` gives it;
+        default the newest.
+        """
         super().__init__()
         self._path = os.fspath(path)
         self._wanted = generation
@@ -70,8 +75,9 @@ class UCVolumeReader(StorageReader):
         self._record = None
         self._items = {}
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]
-        """Choose the generation. Without torch's keyword arguments: there is no metadata of a single rank.
+    def read_metadata(self) -> Metadata:
+        """Choose the generation. Without torch's keyword arguments: there is no metadata of a
+        single rank.
 
         Raises:
             NoCheckpoint: nothing whole is there, or not the generation that was asked for.
@@ -91,7 +97,11 @@ class UCVolumeReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: ARG002 - torch's signature
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
     ) -> None:
         self._items = metadata.storage_data
 
@@ -103,8 +113,8 @@ class UCVolumeReader(StorageReader):
         chosen = sorted({str(plan.storage_data) for plan in plans})
         if len(chosen) > 1:
             raise CheckpointError(
-                f"{self._path}: ranks chose different generations ({', '.join(chosen)}) because one was committed "
-                "meanwhile; name the generation"
+                f"{self._path}: ranks chose different generations ({', '.join(chosen)}) because "
+                "one was committed meanwhile; name the generation"
             )
         return plans
 
@@ -138,7 +148,9 @@ class UCVolumeReader(StorageReader):
     def _read_slice(
         self, item: StoredItem, offsets: tuple[int, ...], lengths: tuple[int, ...], name: str
     ) -> torch.Tensor:
-        """The sub-tensor of the stored chunk at `offsets`; reads from its first to its last element."""
+        """The sub-tensor of the stored chunk at `offsets`; reads from its first to its last
+        element.
+        """
         dtype = getattr(torch, item.dtype)
         strides = [math.prod(item.shape[axis + 1 :]) for axis in range(len(item.shape))]
         first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -165,8 +177,8 @@ class UCVolumeReader(StorageReader):
             if zlib.crc32(view[begin : begin + BLOCK_BYTES]) != item.checksums[number]:
                 at = item.offset + number * BLOCK_BYTES
                 raise DamagedCheckpoint(
-                    f"{store.location}/{file_name} is damaged: {name} does not match its checksum in the "
-                    f"{BLOCK_BYTES} bytes from byte {at}"
+                    f"{store.location}/{file_name} is damaged: {name} does not match its checksum "
+                    f"in the {BLOCK_BYTES} bytes from byte {at}"
                 )
         if start == from_byte and end == to_byte:
             return data
@@ -179,7 +191,9 @@ class UCVolumeReader(StorageReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes only what checkpoint metadata consists of: the file may be anybody's who can write to the volume."""
+    """Makes only what checkpoint metadata consists of: the file may be anybody's who can write to
+    the volume.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.distributed.checkpoint.metadata" or (module, name) in _MAY_BE_UNPICKLED:

@@ -1,6 +1,8 @@
-"""The few file operations that checkpoints need, over a directory (a mount too) and over a volume that is not mounted.
+"""The few file operations that checkpoints need, over a directory (a mount too) and over a volume
+that is not mounted.
 
-Called by `generations`, `writer` and `reader`. Names are relative to the store, with `/` between them.
+Called by `generations`, `writer` and `reader`. Names are relative to the store, with `/` between
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class FileSink(Protocol):
 
 
 class CheckpointStore(Protocol):
-    """A directory of generations. Every method may be called from any thread; errors are CheckpointError or OSError."""
+    """A directory of generations. Every method may be called from any thread; errors are
+    CheckpointError or OSError.
+    """
 
     @property
     def location(self) -> str: ...
@@ -51,7 +55,9 @@ class CheckpointStore(Protocol):
     def make_directory(self, directory: str) -> None: ...
 
     def create(self, name: str) -> FileSink:
-        """A new file. An existing one is an error, so that no save writes into another's generation."""
+        """A new file. An existing one is an error, so that no save writes into another's
+        generation.
+        """
         ...
 
     def publish(self, name: str, data: bytes) -> None:
@@ -63,7 +69,9 @@ class CheckpointStore(Protocol):
         ...
 
     def read(self, name: str, offset: int, length: int) -> bytearray:
-        """Exactly these bytes. Raises DamagedCheckpoint, naming the file, if it is missing or too short."""
+        """Exactly these bytes. Raises DamagedCheckpoint, naming the file, if it is missing or too
+        short.
+        """
         ...
 
     def remove_directory(self, directory: str, first: str) -> None:
@@ -72,7 +80,9 @@ class CheckpointStore(Protocol):
 
 
 class DirectoryStore:
-    """A directory of this machine. On a mount, `fsync` and `close` return when the volume has the file."""
+    """A directory of this machine. On a mount, `fsync` and `close` return when the volume has the
+    file.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -162,7 +172,7 @@ class _DirectorySink:
 
 
 class VolumeStore:
-    """A directory of a volume that is not mounted: files are streamed as parts, with no local copy."""
+    """A directory of a volume that is not mounted: files are streamed as parts, no local copy."""
 
     def __init__(self, url: str) -> None:
         from trainmount_files import open_volume

@@ -1,10 +1,11 @@
-"""DCP storage that a checkpoint is written to. Called by torch's `dcp.save`/`async_save`, given by the user or by
-`checkpointer`.
+"""DCP storage that a checkpoint is written to. Called by torch's `dcp.save`/`async_save`, given by
+the user or by `checkpointer`.
 
-Calls, in order: `reset`, `set_up_storage_writer`, `prepare_local_plan` (all ranks), `prepare_global_plan` (first rank:
-names the generation), `write_data` (all ranks: the bytes, then the caller's own files), `finish` (first rank: metadata,
-commit record, then removal of old generations). torch gathers each step's errors and raises on all ranks, so that
-`finish` runs only when every thread of every rank has succeeded.
+Calls, in order: `reset`, `set_up_storage_writer`, `prepare_local_plan` (all ranks),
+`prepare_global_plan` (first rank: names the generation), `write_data` (all ranks: the bytes, then
+the caller's own files), `finish` (first rank: metadata, commit record, then removal of old
+generations). torch gathers each step's errors and raises on all ranks, so that `finish` runs only
+when every thread of every rank has succeeded.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint import Metadata, StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from trainmount.checkpoint.generations import list_generations, prune, read_record
@@ -55,7 +56,9 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank tells the first one of an item: where it is, and of the file when it is the file's first item."""
+    """What a rank tells the first one of an item: where it is, and of the file when it is the
+    file's first item.
+    """
 
     item: StoredItem
     file: StoredFile | None
@@ -64,8 +67,9 @@ class _Written:
 class UCVolumeWriter(StorageWriter):
     """Writes each save into a new generation below a directory and commits it last.
 
-    A save that fails leaves the committed ones as they are. `path` is a directory on a mount or anywhere, or
-    `/Volumes/...` that is not mounted (then files are streamed to the volume, with no local copy).
+    A save that fails leaves the committed ones as they are. `path` is a directory on a mount or
+    anywhere, or `/Volumes/...` that is not mounted (then files are streamed to the volume, with no
+    local copy).
     """
 
     def __init__(
@@ -88,8 +92,8 @@ class UCVolumeWriter(StorageWriter):
             overwrite: False refuses to save where a committed checkpoint is.
             keep_last: how many committed generations stay, the new one included; at least 1.
             extra: goes into the commit record; JSON-able.
-            before_commit: called on each rank after its bytes are written and before the commit; what it raises fails
-                the save on all ranks.
+            before_commit: called on each rank after its bytes are written and before the commit;
+                what it raises fails the save on all ranks.
         """
         super().__init__()
         if thread_count < 1:
@@ -126,7 +130,12 @@ class UCVolumeWriter(StorageWriter):
             self._path = os.fspath(checkpoint_id)
             self._store = None
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: ARG002 - torch's signature
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
         if not kwargs.get("use_collectives", True):
             raise CheckpointError(
                 "use_collectives=False cannot be committed as a whole; save with collectives"
@@ -255,7 +264,9 @@ def _write_file(
 def _content(
     item: WriteItem, planner: SavePlanner
 ) -> tuple[str, tuple[int, ...], Iterator[memoryview]]:
-    """The dtype's name and the shape (empty for an object), and the bytes in blocks of `BLOCK_BYTES`."""
+    """The dtype's name and the shape (empty for an object), and the bytes in blocks of
+    `BLOCK_BYTES`.
+    """
     data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
         assert isinstance(data, io.BytesIO)

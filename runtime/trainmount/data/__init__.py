@@ -1,7 +1,7 @@
 """Data loading and checkpoint storage with the names and arguments of `databricks.air.data`.
 
-A loader whose one small state continues on any number of ranks and workers, and DCP storage whose checkpoints are
-whole or absent. Names are imported when they are first used.
+A loader whose one small state continues on any number of ranks and workers, and DCP storage whose
+checkpoints are whole or absent. Names are imported when they are first used.
 """
 
 from __future__ import annotations

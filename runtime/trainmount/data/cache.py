@@ -1,11 +1,13 @@
-"""Local copies of files of a volume that is not mounted, bounded in bytes. Called by `sources` and `loader`.
+"""Local copies of files of a volume that is not mounted, bounded in bytes. Called by `sources` and
+`loader`.
 
-The process that made the cache owns it: it says which files are still to be used (`hold`) and which were used
-(`release`), and only it deletes, only what was released, the longest unused first. Loader workers only add files. So a
-file that was read ahead cannot be deleted before it was used; what is held may exceed the bound.
+The process that made the cache owns it: it says which files are still to be used (`hold`) and which
+were used (`release`), and only it deletes, only what was released, the longest unused first. Loader
+workers only add files. So a file that was read ahead cannot be deleted before it was used; what is
+held may exceed the bound.
 
-The directory lives as long as its owner. The lock file in it tells a later process that the owner is gone, however it
-died, and that the directory may be removed.
+The directory lives as long as its owner. The lock file in it tells a later process that the owner
+is gone, however it died, and that the directory may be removed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class FileCache:
     """A directory of whole files, named after their paths. Not for use by several threads."""
 
     def __init__(self, limit_bytes: int, root: Path | None = None) -> None:
-        """Nothing is made before `open`. `root` holds the directories of all owners on this machine."""
+        """Nothing is made before `open`. `root` holds the directories of all owners on this
+        machine.
+        """
         self.limit_bytes = limit_bytes
         self._root = root or Path(tempfile.gettempdir()) / f"trainmount-cache-{os.getuid()}"
         self._directory: Path | None = None
@@ -66,7 +70,9 @@ class FileCache:
         weakref.finalize(self, _close, directory, lock, os.getpid())
 
     def path(self, entry: Entry, read: Callable[[Entry], bytes]) -> str:
-        """The local path of the file, which is read if it is not there. May be called in any process."""
+        """The local path of the file, which is read if it is not there. May be called in any
+        process.
+        """
         assert self._directory is not None, "the owner opens the cache before it hands it on"
         path = self._path(entry)
         if not path.exists():
@@ -77,7 +83,9 @@ class FileCache:
         return str(path)
 
     def hold(self, entries: Iterable[Entry]) -> None:
-        """These files are going to be used; each call is undone by one `release`. Nothing for a cache not open."""
+        """These files are going to be used; each call is undone by one `release`. Nothing for a
+        cache not open.
+        """
         if self._directory is None:
             return
         for entry in entries:

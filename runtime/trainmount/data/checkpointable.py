@@ -1,4 +1,6 @@
-"""The protocol by which a loader saves and restores what it reads. Called by `loader` and by users' wrappers."""
+"""The protocol by which a loader saves and restores what it reads. Called by `loader` and by users'
+wrappers.
+"""
 
 from __future__ import annotations
 

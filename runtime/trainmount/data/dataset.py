@@ -1,8 +1,9 @@
 """The files of one directory as a dataset. Called by training programs and by `loader`.
 
-Given to `trainmount.data.DataLoader`, it is read by position: the loader says which files make up a batch, so that the
-job has one position that continues on any grid. Iterated directly, or by torch's own DataLoader, it is a stream for
-each (rank, loader worker), every file in exactly one of them, and `state_dict` is that stream's progress.
+Given to `trainmount.data.DataLoader`, it is read by position: the loader says which files make up a
+batch, so that the job has one position that continues on any grid. Iterated directly, or by torch's
+own DataLoader, it is a stream for each (rank, loader worker), every file in exactly one of them,
+and `state_dict` is that stream's progress.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _DEFAULT_CACHE_BYTES: Final = 10 << 30
 
 
 class UCVolumeDataset(IterableDataset[Any]):
-    """Each file below `path`, as a local path or as bytes, in the order of the listing or shuffled by seed and epoch."""
+    """Each file below `path`, as a local path or as bytes, in the order of the listing or shuffled
+    by seed and epoch.
+    """
 
     def __init__(
         self,
@@ -50,19 +53,23 @@ class UCVolumeDataset(IterableDataset[Any]):
         """List the directory; the listing is frozen from here on.
 
         Args:
-            path: a directory on a mount or anywhere; `/Volumes/...` that is not mounted is read through the volume
-                client.
+            path: a directory on a mount or anywhere; `/Volumes/...` that is not mounted is read
+                through the volume client.
             shuffle: a new order each epoch, a function of (seed, epoch) alone.
             seed: of the shuffle.
-            pattern: glob over paths relative to `path`; `**/` is any depth. Hidden files and those that other systems
-                leave beside data (`_SUCCESS`, `_delta_log`) are never read.
-            item: "path" gives a local path, valid until the next item (or batch) is asked for; "bytes" the content.
+            pattern: glob over paths relative to `path`; `**/` is any depth. Hidden files and those
+                that other systems leave beside data (`_SUCCESS`, `_delta_log`) are never read.
+            item: "path" gives a local path, valid until the next item (or batch) is asked for;
+            "bytes" the content.
             on_error: what a missing or damaged file does: "raise", or "skip" (logged and counted).
             max_skipped: more skipped files than this in one process are an error all the same.
-            distributed: share the files among the ranks. All ranks then construct the dataset together, and rank 0
-                lists for all. False: this process reads all files by itself (an evaluation on one rank, say).
-            cache_size_bytes: bound of the local copies where the volume is not mounted and `item` is "path".
-            cache_dir: where these copies go; default is a directory of the user below the system's temporary one.
+            distributed: share the files among the ranks. All ranks then construct the dataset
+                together, and rank 0 lists for all. False: this process reads all files by itself
+                (an evaluation on one rank, say).
+            cache_size_bytes: bound of the local copies where the volume is not mounted and `item`
+            is "path".
+            cache_dir: where these copies go; default is a directory of the user below the system's
+                temporary one.
 
         Raises:
             ValueError: an argument is out of its range.
@@ -114,7 +121,9 @@ class UCVolumeDataset(IterableDataset[Any]):
         return shuffled(len(self.manifest), seed=self.seed, epoch=epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next direct iteration. Not needed with `trainmount.data.DataLoader`, which counts."""
+        """The epoch of the next direct iteration. Not needed with `trainmount.data.DataLoader`,
+        which counts.
+        """
         self.epoch = epoch
 
     def agree(self) -> None:
@@ -182,10 +191,12 @@ class UCVolumeDataset(IterableDataset[Any]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Skip what this stream has delivered in the next direct iteration. Nothing skipped is read.
+        """Skip what this stream has delivered in the next direct iteration. Nothing skipped is
+        read.
 
         Raises:
-            StateMismatch: another version, a negative count, or another stream's state. It is a ValueError.
+            StateMismatch: another version, a negative count, or another stream's state. It is a
+                ValueError.
         """
         version, delivered = state_dict.get("version"), state_dict.get("delivered")
         if version != _STREAM_STATE_VERSION:
@@ -198,7 +209,8 @@ class UCVolumeDataset(IterableDataset[Any]):
         saved = (state_dict.get("rank"), state_dict.get("worker_id"))
         if saved != stream:
             raise StateMismatch(
-                f"state is of rank {saved[0]}, worker {saved[1]}, but this is rank {stream[0]}, worker {stream[1]}; "
+                f"state is of rank {saved[0]}, worker {saved[1]}, "
+                f"but this is rank {stream[0]}, worker {stream[1]}; "
                 "use trainmount.data.DataLoader to continue on another grid"
             )
         self._stream_delivered = delivered
@@ -214,7 +226,8 @@ class UCVolumeDataset(IterableDataset[Any]):
         _log.warning("file skipped", extra={"reason": str(error), "num_skipped": self._num_skipped})
         if self._num_skipped > self.max_skipped:
             raise TooManySkipped(
-                f"{self._num_skipped} files of {self.path} were skipped, max_skipped is {self.max_skipped}; "
+                f"{self._num_skipped} files of {self.path} were skipped, "
+                f"max_skipped is {self.max_skipped}; "
                 f"the last: {error}"
             ) from error
 

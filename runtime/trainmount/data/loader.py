@@ -1,8 +1,9 @@
 """torch's DataLoader with one position for the whole job. Called by training programs.
 
-For a `UCVolumeDataset` the loader itself decides which files make up a batch (`position`), in the process that consumes
-the batches; loader workers get file numbers and keep no state. So the position counts what was *consumed*, not what was
-prefetched, is the same on all ranks after the same step, and can be continued with any number of ranks and workers.
+For a `UCVolumeDataset` the loader itself decides which files make up a batch (`position`), in the
+process that consumes the batches; loader workers get file numbers and keep no state. So the
+position counts what was *consumed*, not what was prefetched, is the same on all ranks after the
+same step, and can be continued with any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler, default_collate
 from torch.utils.data._utils.collate import default_convert
 
-from trainmount.data.checkpointable import Checkpointable
 from trainmount.data.dataset import UCVolumeDataset
 from trainmount.data.manifest import Entry
 from trainmount.data.position import Plan, Position
@@ -29,7 +29,8 @@ __all__ = ["DataLoader"]
 _log = logging.getLogger(__name__)
 
 _STATE_VERSION: Final = 2
-# Enough requests in flight to hide a store's latency: 48 on a node with 8 ranks, or in a lone process.
+# Enough requests in flight to hide a store's latency: 48 on a node with 8 ranks, or in a lone
+# process.
 _WORKERS_PER_RANK: Final = 6
 _WORKERS_ALONE: Final = 48
 # How many names of skipped files the state keeps.
@@ -37,19 +38,21 @@ _MAX_SKIPPED_NAMES: Final = 100
 
 
 class DataLoader(TorchDataLoader[Any]):
-    """`torch.utils.data.DataLoader` that resumes at the next sample, on the same or on another grid.
+    """`torch.utils.data.DataLoader` that resumes at the next sample, on the same or on another
+    grid.
 
-    Its iterator yields this rank's batches of the current epoch. An epoch begins where the loaded state says, once;
-    otherwise with its first sample, so leaving the loop early and iterating again repeats the epoch (`set_epoch` goes
-    on to another). After the last batch of an epoch the state is the beginning of the next.
+    Its iterator yields this rank's batches of the current epoch. An epoch begins where the loaded
+    state says, once; otherwise with its first sample, so leaving the loop early and iterating again
+    repeats the epoch (`set_epoch` goes on to another). After the last batch of an epoch the state
+    is the beginning of the next.
 
-    `num_workers` defaults to 6 a rank, and to 48 without a process group; `prefetch_factor` to 4; workers are kept
-    between epochs. All start methods and `num_workers=0` work.
+    `num_workers` defaults to 6 a rank, and to 48 without a process group; `prefetch_factor` to 4;
+    workers are kept between epochs. All start methods and `num_workers=0` work.
 
-    A global batch is `batch_size` x number of ranks samples. Without `drop_last` the last one of an epoch may be
-    short: it is shared as evenly as possible, and every rank still takes `num_batches` steps if it has at least one
-    sample a rank. With fewer, the last ranks end one step early (`len(loader)` is theirs): use `drop_last=True`, or
-    `torch.distributed.algorithms.join.Join`.
+    A global batch is `batch_size` x number of ranks samples. Without `drop_last` the last one of an
+    epoch may be short: it is shared as evenly as possible, and every rank still takes `num_batches`
+    steps if it has at least one sample a rank. With fewer, the last ranks end one step early
+    (`len(loader)` is theirs): use `drop_last=True`, or `torch.distributed.algorithms.join.Join`.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class DataLoader(TorchDataLoader[Any]):
         """Options are torch's.
 
         Raises:
-            ValueError: `shuffle`, `sampler` or `batch_sampler` with a `UCVolumeDataset`, which has its own order.
+            ValueError: `shuffle`, `sampler` or `batch_sampler` with a `UCVolumeDataset`, which has
+            its own order.
             ManifestChanged: the ranks see different files.
         """
         if num_workers < 0:
@@ -95,31 +99,32 @@ class DataLoader(TorchDataLoader[Any]):
         for name in ("shuffle", "sampler", "batch_sampler"):
             if kwargs.get(name):
                 raise ValueError(
-                    f"{name} is not for a UCVolumeDataset: pass shuffle and seed to the dataset"
+                    f"{name} is not for a UCVolumeDataset: give shuffle and seed to the dataset"
                 )
         if not kwargs.get("in_order", True):
             raise ValueError(
-                "in_order must be true for a UCVolumeDataset: the position counts batches in their order"
+                "in_order must be true for a UCVolumeDataset: the position counts batches in order"
             )
         self._files.agree()
         if collate_fn is None:
             collate_fn = default_convert if batch_size is None else default_collate
         if generator is None:
-            # torch draws a seed for its workers at each iteration. From the global generator, that draw would make the
-            # random numbers of a resumed run differ from those of one that went on.
+            # torch draws a seed for its workers at each iteration. From the global generator, that
+            # draw would make the random numbers of a resumed run differ from those of one that went
+            # on.
             generator = torch.Generator().manual_seed(self._files.seed)
         super().__init__(
             _Fetching(self._files),
             batch_size,
             sampler=_RankSampler(self),
-            collate_fn=_Collating(collate_fn, is_batched=batch_size is not None),
+            collate_fn=_Collating(collate_fn, is_batched=batch_size is not None),  # type: ignore[arg-type]
             generator=generator,
             **options,
         )
         if self.plan.num_batches() == 0:
             raise ValueError(
                 f"{self._files.path} has {len(self._files)} files, fewer than a global batch of "
-                f"{self.plan.global_batch_size}, and drop_last leaves none; use a smaller batch_size"
+                f"{self.plan.global_batch_size}, and drop_last leaves none; reduce batch_size"
             )
 
     # What is where
@@ -169,7 +174,9 @@ class DataLoader(TorchDataLoader[Any]):
         return self.plan.num_shares(self._files.grid())
 
     def set_epoch(self, epoch: int) -> None:
-        """Iterate over this epoch next. A position in its middle is kept; any other epoch begins at its start."""
+        """Iterate over this epoch next. A position in its middle is kept; any other epoch begins at
+        its start.
+        """
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, got {epoch}")
         if epoch != self.position.epoch:
@@ -182,7 +189,7 @@ class DataLoader(TorchDataLoader[Any]):
         """The job's position after the batches that were yielded. JSON-able; the same on all ranks.
 
         Raises:
-            TypeError: the dataset is not Checkpointable.
+            TypeError: the dataset is not a UCVolumeDataset.
         """
         files = self._require_files()
         return {
@@ -201,8 +208,9 @@ class DataLoader(TorchDataLoader[Any]):
 
         Raises:
             ManifestChanged: the directory has other files now; the first that differs is named.
-            StateMismatch: another version, seed or shuffle, or a position that cannot be. Both are ValueErrors.
-            TypeError: the dataset is not Checkpointable.
+            StateMismatch: another version, seed or shuffle, or a position that cannot be. Both are
+            ValueErrors.
+            TypeError: the dataset is not a UCVolumeDataset.
         """
         files = self._require_files()
         version = state_dict.get("version")
@@ -214,8 +222,8 @@ class DataLoader(TorchDataLoader[Any]):
         for name in ("shuffle", "seed"):
             if state_dict.get(name) != getattr(files, name):
                 raise StateMismatch(
-                    f"the state was taken with {name}={state_dict.get(name)!r}, the dataset has "
-                    f"{name}={getattr(files, name)!r}: pass {name}={state_dict.get(name)!r} to continue that order"
+                    f"the state was taken with {name}={state_dict.get(name)!r}, "
+                    f"the dataset has {name}={getattr(files, name)!r}; give it the state's"
                 )
         epoch, delivered = state_dict.get("epoch"), state_dict.get("delivered")
         if not isinstance(epoch, int) or not isinstance(delivered, int) or epoch < 0:
@@ -227,7 +235,7 @@ class DataLoader(TorchDataLoader[Any]):
         saved_batch = state_dict.get("global_batch_size")
         if delivered and saved_batch != self.plan.global_batch_size:
             _log.warning(
-                "resumed with another global batch size: each sample is still delivered once, in other batches",
+                "resumed with another global batch size: each sample is delivered once, in other batches",
                 extra={"global_batch_size": self.plan.global_batch_size, "saved": saved_batch},
             )
         self._position = self.plan.settle(Position(epoch, delivered))
@@ -240,7 +248,7 @@ class DataLoader(TorchDataLoader[Any]):
             return super().__iter__()
         if not is_distributed() and self._files.distributed and announced_world_size() > 1:
             _log.warning(
-                "this process reads all files: call torch.distributed.init_process_group before the dataset is made",
+                "this process reads all files: init_process_group was not called before",
                 extra={"world_size": announced_world_size()},
             )
         self._files.agree()
@@ -274,12 +282,14 @@ class DataLoader(TorchDataLoader[Any]):
         if run == self._run and self._position.epoch == start.epoch:
             # The last global batch had no sample for this rank.
             self._position = Position(start.epoch + 1, 0)
-        # torch ends its own iteration, and with it that of the workers, when it is asked for one more.
+        # torch ends its own iteration, and with it that of the workers, when it is asked for one
+        # more.
         for _ in batches:
             raise AssertionError("torch yielded a batch that is not in the plan")
 
     def next_order(self) -> Iterator[int]:
-        """The numbers of this rank's files from the position to the end of the epoch, held in the cache as they go.
+        """The numbers of this rank's files from the position to the end of the epoch, held in the
+        cache as they go.
 
         Called by torch when an iteration begins, and drawn from as far as it prefetches.
         """
@@ -291,9 +301,9 @@ class DataLoader(TorchDataLoader[Any]):
 
     def _require_files(self) -> UCVolumeDataset:
         if self._files is None:
-            kind = "" if isinstance(self.dataset, Checkpointable) else "which is not Checkpointable"
             raise TypeError(
-                f"the loader's position is defined for a UCVolumeDataset, not for {type(self.dataset).__name__} {kind}".rstrip()
+                "the loader has a position only over a UCVolumeDataset, "
+                f"not over {type(self.dataset).__name__}"
             )
         return self._files
 
@@ -303,7 +313,9 @@ class DataLoader(TorchDataLoader[Any]):
 
 
 class _Fetching(Dataset[Any]):
-    """The dataset as loader workers see it: file numbers in, items out. Other attributes are the dataset's."""
+    """The dataset as loader workers see it: file numbers in, items out. Other attributes are the
+    dataset's.
+    """
 
     def __init__(self, files: UCVolumeDataset) -> None:
         self.files = files

@@ -1,8 +1,10 @@
-"""The frozen listing that a loader works on, its fingerprint, and what has changed since a state was taken.
+"""The frozen listing that a loader works on, its fingerprint, and what has changed since a state
+was taken.
 
-Called by `dataset` (which gets the entries from a `sources.Source`) and `loader`. A position is a number of samples in
-the order of a listing, so it means something only over the same listing: the state therefore carries a summary, and a
-directory that has changed is an error that names the first file that differs, never a silent shift.
+Called by `dataset` (which gets the entries from a `sources.Source`) and `loader`. A position is a
+number of samples in the order of a listing, so it means something only over the same listing: the
+state therefore carries a summary, and a directory that has changed is an error that names the first
+file that differs, never a silent shift.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from trainmount.errors import ManifestChanged
 
 __all__ = ["Entry", "Manifest", "compile_pattern", "is_hidden"]
 
-# A listing of so many files is some 20 KiB in the state, compressed, and lets the error name any file. Longer ones
-# leave digests at regular places, which name the neighbourhood of the first difference.
+# A listing of so many files is some 20 KiB in the state, compressed, and lets the error name any
+# file. Longer ones leave digests at regular places, which name the neighbourhood of the first
+# difference.
 _MAX_LISTED_FILES: Final = 4096
 _NUM_MARKS: Final = 64
 
@@ -84,7 +87,8 @@ class Manifest:
         count = summary.get("count")
         raise ManifestChanged(
             f"{directory} has changed since the state was taken: {self._first_difference(summary)} "
-            f"({count} files then, {len(self)} now). Restore the directory, or start from the first epoch."
+            f"({count} files then, {len(self)} now). "
+            "Restore the directory, or start from the first epoch."
         )
 
     def _first_difference(self, summary: Mapping[str, Any]) -> str:
@@ -103,12 +107,15 @@ class Manifest:
 
 
 def is_hidden(name: str) -> bool:
-    """True for names that are not data: hidden ones, and what Spark and Delta leave beside data (`_SUCCESS`)."""
+    """True for names that are not data: hidden ones, and what Spark and Delta leave beside data
+    (`_SUCCESS`).
+    """
     return name.startswith(".") or _BOOKKEEPING.fullmatch(name) is not None
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """A glob over relative paths: `*` and `?` stay within a name, `**/` is any number of directories, also none.
+    """A glob over relative paths: `*` and `?` stay within a name, `**/` is any number of
+    directories, also none.
 
     Raises:
         ValueError: the pattern is empty or begins with `/`.

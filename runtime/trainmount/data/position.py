@@ -1,14 +1,16 @@
-"""Where a job stands in its data, and which samples of the next batches are whose. Pure; called by `loader`.
+"""Where a job stands in its data, and which samples of the next batches are whose. Pure; called by
+`loader`.
 
-The whole job has one position: an epoch and how many of its samples, in the epoch's order, have been delivered. From
-it the *global batches* follow: the next `global_batch_size` samples, again and again. The share of a rank is a
-contiguous run of each global batch. Since neither the number of ranks nor that of loader workers is part of the
-position, it can be taken on one grid and continued on any other; where the global batch size stays the same, so do the
-global batches.
+The whole job has one position: an epoch and how many of its samples, in the epoch's order, have
+been delivered. From it the *global batches* follow: the next `global_batch_size` samples, again and
+again. The share of a rank is a contiguous run of each global batch. Since neither the number of
+ranks nor that of loader workers is part of the position, it can be taken on one grid and continued
+on any other; where the global batch size stays the same, so do the global batches.
 
-The last global batch of an epoch may be short. With `drop_last` it is left out. Without, it is shared as evenly as
-possible, the first ranks getting one sample more, so every rank takes the same number of steps as long as the short
-batch has at least one sample a rank. If it has fewer, the last ranks have no batch in that step (see `Plan.share`).
+The last global batch of an epoch may be short. With `drop_last` it is left out. Without, it is
+shared as evenly as possible, the first ranks getting one sample more, so every rank takes the same
+number of steps as long as the short batch has at least one sample a rank. If it has fewer, the last
+ranks have no batch in that step (see `Plan.share`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What has been delivered: every epoch before `epoch`, and the first `delivered` samples of its order."""
+    """What has been delivered: every epoch before `epoch`, and the first `delivered` samples of its
+    order.
+    """
 
     epoch: int = 0
     delivered: int = 0
@@ -59,20 +63,25 @@ class Plan:
         return min(left, self.global_batch_size)
 
     def after_batch(self, position: Position) -> Position:
-        """The position once the global batch at `position` is delivered; after the last one, the next epoch's start."""
+        """The position once the global batch at `position` is delivered; after the last one, the
+        next epoch's start.
+        """
         delivered = position.delivered + self.batch_size_at(position.delivered)
         if self.batch_size_at(delivered) == 0:
             return Position(position.epoch + 1, 0)
         return replace(position, delivered=delivered)
 
     def settle(self, position: Position) -> Position:
-        """The same position, or the next epoch's start where nothing of this epoch is left (for a non-empty plan)."""
+        """The same position, or the next epoch's start where nothing of this epoch is left (for a
+        non-empty plan).
+        """
         if position.delivered > 0 and self.batch_size_at(position.delivered) == 0:
             return Position(position.epoch + 1, 0)
         return position
 
     def share(self, delivered: int, grid: Grid) -> range:
-        """The places, in the epoch's order, of the rank's samples of the global batch that begins at `delivered`.
+        """The places, in the epoch's order, of the rank's samples of the global batch that begins
+        at `delivered`.
 
         Empty where the batch has fewer samples than ranks before this one need.
         """
@@ -82,21 +91,25 @@ class Plan:
         return range(start, start + each + (1 if grid.rank < more else 0))
 
     def shares(self, delivered: int, grid: Grid) -> Iterator[range]:
-        """The rank's shares of all global batches from `delivered` to the end of the epoch; empty ones are left out."""
+        """The rank's shares of all global batches from `delivered` to the end of the epoch; empty
+        ones are left out.
+        """
         while size := self.batch_size_at(delivered):
             if share := self.share(delivered, grid):
                 yield share
             delivered += size
 
     def num_batches(self, delivered: int = 0) -> int:
-        """Number of global batches from `delivered` to the end of the epoch: the steps of the job."""
+        """Number of global batches from `delivered` to the end of the epoch: the job's steps."""
         left = max(0, self.count - delivered)
         if self.drop_last:
             return left // self.global_batch_size
         return -(-left // self.global_batch_size)
 
     def num_shares(self, grid: Grid, delivered: int = 0) -> int:
-        """Number of batches of this rank; one less than `num_batches` where its last share is empty."""
+        """Number of batches of this rank; one less than `num_batches` where its last share is
+        empty.
+        """
         num_batches = self.num_batches(delivered)
         if num_batches == 0:
             return 0

@@ -1,7 +1,8 @@
 """A seeded order of n samples that is computed one sample at a time.
 
-Called by `loader`, `dataset`. An order that had to be built as a list would cost memory and time in proportion to the
-number of files on each resume; this one costs the same at sample 0 and at sample 10^6, and needs no memory.
+Called by `loader`, `dataset`. An order that had to be built as a list would cost memory and time in
+proportion to the number of files on each resume; this one costs the same at sample 0 and at sample
+10^6, and needs no memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Final
 __all__ = ["Order", "sequential", "shuffled"]
 
 _NUM_ROUNDS: Final = 8
-# Below this side the rounds have too few values to mix; the walk back into range stays short (at most 64 cells).
+# Below this side the rounds have too few values to mix; the walk back into range stays short (at
+# most 64 cells).
 _SMALLEST_SIDE: Final = 8
 _MASK: Final = (1 << 64) - 1
 
@@ -37,8 +39,9 @@ class Order:
             raise IndexError(f"place {place} is not in an order of {self.count}")
         if not self._keys:
             return place
-        # A Feistel network over a grid of rows x columns >= count is a permutation of the grid. Following it until
-        # it comes back into range is a permutation of the range (and ends: the cycle goes through `place` itself).
+        # A Feistel network over a grid of rows x columns >= count is a permutation of the grid.
+        # Following it until it comes back into range is a permutation of the range (and ends: the
+        # cycle goes through `place` itself).
         sample = self._step(place)
         while sample >= self.count:
             sample = self._step(sample)
@@ -61,7 +64,9 @@ def sequential(count: int) -> Order:
 
 
 def shuffled(count: int, *, seed: int, epoch: int) -> Order:
-    """An order that depends on the seed and the epoch alone: not on ranks, workers, or what was resumed."""
+    """An order that depends on the seed and the epoch alone: not on ranks, workers, or what was
+    resumed.
+    """
     keys = tuple(
         int.from_bytes(hashlib.sha256(f"{seed}/{epoch}/{number}".encode()).digest()[:8], "big")
         for number in range(_NUM_ROUNDS)

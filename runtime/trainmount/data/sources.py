@@ -1,7 +1,9 @@
-"""Where files come from: a directory of this machine (a mount too), or a volume that is not mounted.
+"""Where files come from: a directory of this machine (a mount too), or a volume that is not
+mounted.
 
-Called by `dataset`. One source is used by the main process and, as a copy, by each loader worker; a copy opens its own
-connections. Reads are checked against the listing: a file that is gone or has another size is told at once, by name.
+Called by `dataset`. One source is used by the main process and, as a copy, by each loader worker; a
+copy opens its own connections. Reads are checked against the listing: a file that is gone or has
+another size is told at once, by name.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Source(Protocol):
         ...
 
     def scan(self, pattern: re.Pattern[str]) -> Iterator[Entry]:
-        """All files whose relative path matches, in any order. Raises DataError if the directory is not there."""
+        """All files whose relative path matches, in any order. Raises DataError if the directory is
+        not there.
+        """
         ...
 
     def path(self, entry: Entry) -> str:
@@ -51,7 +55,9 @@ class Source(Protocol):
 
 
 class DirectorySource:
-    """A directory of this machine. On a mount no second copy of the bytes is made: the path is the file itself."""
+    """A directory of this machine. On a mount no second copy of the bytes is made: the path is the
+    file itself.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -176,7 +182,8 @@ class VolumeSource:
         from trainmount_files import open_volume
 
         with self._lock:
-            # A forked process must not share its parent's connections: two would read one socket's answers.
+            # A forked process must not share its parent's connections: two would read one socket's
+            # answers.
             if self._volume is None or self._process != os.getpid():
                 self._volume = open_volume(self._url)
                 self._process = os.getpid()

@@ -1,0 +1,129 @@
+"""Training programs that the tests run on several ranks. Loaded by `rank_launcher`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainmount.checkpoint import Checkpointer
+from trainmount.data import DataLoader, UCVolumeDataset
+from trainmount.errors import CheckpointError
+from trainmount.run import world
+
+
+def train(arguments: dict[str, Any]) -> None:
+    """Train a small network with DDP; write down what was consumed, and the weights at the end.
+
+    A line for each consumed sample becomes durable with the checkpoint that counts it, or at the end.
+    """
+    me = world()
+    _join(me.rank, me.world_size)
+    torch.manual_seed(7 + me.rank)
+    root = Path(arguments["root"])
+    dataset = UCVolumeDataset(str(root / "data"), shuffle=True, seed=11)
+    loader = DataLoader(
+        dataset,
+        batch_size=arguments["batch_size"],
+        num_workers=arguments.get("num_workers", 0),
+        collate_fn=read_batch,
+    )
+    network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
+    # With its defaults, DDP rebuilds its buckets after the first step of a process, and adds gradients in another
+    # order than a run that went on. Without the rebuild, a resumed run is the same bit for bit.
+    model = DistributedDataParallel(network, find_unused_parameters=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
+    consumed: list[str] = []
+    lines = root / "consumed"
+
+    def write_lines(step: int) -> None:
+        if step == arguments.get("die_in_save_at") and me.rank == arguments["die_on_rank"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == arguments.get("raise_in_save_at") and me.rank == arguments["die_on_rank"]:
+            raise OSError(28, "No space left on device")
+        (lines / f"{step:04d}-{me.rank}").write_text("".join(consumed))
+        consumed.clear()
+
+    with Checkpointer(
+        root / "checkpoints",
+        state={"model": model, "optimizer": optimizer, "schedule": schedule},
+        loader=loader,
+        every_steps=arguments.get("every_steps"),
+        before_commit=write_lines,
+    ) as checkpoints:
+        resumed = checkpoints.resume()
+        step = resumed.step if resumed else 0
+        if me.is_first:
+            lines.mkdir(exist_ok=True)
+            for file in lines.iterdir():
+                if int(file.name[:4]) > step:
+                    file.unlink()
+            (root / "resumed_at").write_text(str(step))
+        dist.barrier()
+        for epoch in range(loader.epoch, arguments["num_epochs"]):
+            for names, inputs, labels in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                schedule.step()
+                step += 1
+                consumed.extend(f"{epoch} {step} {me.rank} {name}\n" for name in names)
+                if step == arguments.get("sigterm_at") and me.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                checkpoints.step(step)
+        write_lines(step + 1)
+    if me.is_first:
+        weights = {name: value for name, value in network.state_dict().items()}
+        torch.save(
+            {"weights": weights, "optimizer": optimizer.state_dict(), "step": step}, root / "final"
+        )
+    dist.destroy_process_group()
+
+
+def disagree(arguments: dict[str, Any]) -> None:
+    """Save while one rank is a step ahead; write down what each rank was told."""
+    me = world()
+    _join(me.rank, me.world_size)
+    root = Path(arguments["root"])
+    loader = DataLoader(UCVolumeDataset(str(root / "data")), batch_size=2, num_workers=0)
+    batches = iter(loader)
+    for _ in range(1 + (me.rank == 1)):
+        next(batches)
+    with Checkpointer(
+        root / "checkpoints", state={}, loader=loader, on_sigterm=False
+    ) as checkpoints:
+        try:
+            checkpoints.save(1)
+            told = "saved"
+        except CheckpointError as error:
+            told = str(error)
+    (root / f"told-{me.rank}").write_text(told)
+    dist.destroy_process_group()
+
+
+def read_batch(paths: list[str]) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    contents = [Path(path).read_bytes() for path in paths]
+    inputs = torch.tensor([[byte / 255 for byte in content[:8]] for content in contents])
+    labels = torch.tensor([content[8] for content in contents])
+    return [Path(path).name for path in paths], inputs, labels
+
+
+def _join(rank: int, world_size: int) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=os.environ["RENDEZVOUS"],
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+
+
+PROGRAMS = {"disagree": disagree, "train": train}

@@ -1,0 +1,158 @@
+"""A job on several processes with DDP on gloo: stopped, killed, resumed on the same and on another number of ranks.
+
+46 files in global batches of 16: three steps an epoch, the last with 14 samples over four ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+NUM_FILES = 46
+JOB = {"batch_size": 4, "num_epochs": 3}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: Any, run_ranks: Any) -> Path:
+    root = tmp_path_factory.mktemp("undisturbed")
+    _make_data(root)
+    assert run_ranks("train", 4, root=str(root), **JOB) == [0, 0, 0, 0]
+    return root
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: Any, run_ranks: Any) -> Path:
+    """A job that got SIGTERM on one of its ranks in the middle of the second epoch."""
+    root = tmp_path_factory.mktemp("stopped")
+    _make_data(root)
+    assert run_ranks("train", 4, root=str(root), sigterm_at=4, **JOB) == [143] * 4
+    return root
+
+
+def test_undisturbed_epochs_deliver_every_file_once(undisturbed: Path) -> None:
+    _assert_exactly_once(undisturbed)
+    assert _steps_of_ranks(undisturbed) == {rank: 9 for rank in range(4)}
+
+
+def test_sigterm_on_one_rank_saves_on_all_and_the_resumed_job_is_equal_bit_for_bit(
+    undisturbed: Path, stopped: Path, tmp_path: Path, run_ranks: Any
+) -> None:
+    root = _copied(stopped, tmp_path)
+    assert run_ranks("train", 4, root=str(root), num_workers=1, **JOB) == [0, 0, 0, 0]
+    assert (root / "resumed_at").read_text() == "4"
+    _assert_exactly_once(root)
+    assert _lines(root) == _lines(undisturbed)
+    assert _is_equal(_final(root), _final(undisturbed))
+
+
+def test_resumed_on_two_ranks_the_global_batches_are_the_same(
+    undisturbed: Path, stopped: Path, tmp_path: Path, run_ranks: Any
+) -> None:
+    root = _copied(stopped, tmp_path)
+    assert run_ranks("train", 2, root=str(root), batch_size=8, num_epochs=3) == [0, 0]
+    _assert_exactly_once(root)
+    assert _global_batches(root) == _global_batches(undisturbed)
+
+
+def test_resumed_on_one_rank_with_another_batch_size_every_file_is_delivered_once(
+    stopped: Path, tmp_path: Path, run_ranks: Any
+) -> None:
+    root = _copied(stopped, tmp_path)
+    assert run_ranks("train", 1, root=str(root), batch_size=5, num_epochs=3) == [0]
+    _assert_exactly_once(root)
+
+
+def test_a_rank_killed_inside_a_save_loses_only_that_save(
+    undisturbed: Path, tmp_path: Path, run_ranks: Any
+) -> None:
+    _make_data(tmp_path)
+    codes = run_ranks(
+        "train", 4, root=str(tmp_path), every_steps=2, die_in_save_at=6, die_on_rank=2, **JOB
+    )
+    assert codes[2] == -9
+    assert all(codes)
+    assert run_ranks("train", 4, root=str(tmp_path), every_steps=2, **JOB) == [0, 0, 0, 0]
+    assert (tmp_path / "resumed_at").read_text() == "4"
+    _assert_exactly_once(tmp_path)
+    assert _is_equal(_final(tmp_path), _final(undisturbed))
+
+
+def test_an_error_on_one_rank_fails_the_save_on_all(tmp_path: Path, run_ranks: Any) -> None:
+    _make_data(tmp_path)
+    codes = run_ranks(
+        "train", 2, root=str(tmp_path), every_steps=2, raise_in_save_at=2, die_on_rank=1, **JOB
+    )
+    assert codes == [1, 1]
+    assert not list((tmp_path / "checkpoints").glob("*/commit.json"))
+
+
+def test_ranks_at_different_places_are_refused_on_all_ranks(tmp_path: Path, run_ranks: Any) -> None:
+    _make_data(tmp_path)
+    assert run_ranks("disagree", 2, root=str(tmp_path)) == [0, 0]
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert "sample 4; rank 1 at step 1, epoch 0, sample 8" in told[0]
+
+
+def _make_data(root: Path) -> None:
+    data = root / "data"
+    data.mkdir()
+    for number in range(NUM_FILES):
+        (data / f"f{number:03d}").write_bytes(
+            bytes((number * 37 + i * 11) % 256 for i in range(8)) + bytes([number % 4])
+        )
+
+
+def _copied(root: Path, target: Path) -> Path:
+    shutil.copytree(root, target, dirs_exist_ok=True)
+    # The copy's data has another directory, as a volume that is mounted elsewhere has.
+    return target
+
+
+def _lines(root: Path) -> list[tuple[int, int, int, str]]:
+    found = []
+    for file in (root / "consumed").iterdir():
+        for line in file.read_text().splitlines():
+            epoch, step, rank, name = line.split()
+            found.append((int(epoch), int(step), int(rank), name))
+    return sorted(found)
+
+
+def _assert_exactly_once(root: Path) -> None:
+    counts = Counter((epoch, name) for epoch, _, _, name in _lines(root))
+    expected = {(epoch, f"f{number:03d}") for epoch in range(3) for number in range(NUM_FILES)}
+    assert set(counts) == expected
+    assert set(counts.values()) == {1}
+
+
+def _steps_of_ranks(root: Path) -> dict[int, int]:
+    return {
+        rank: len({step for _, step, other, _ in _lines(root) if other == rank})
+        for rank in range(4)
+    }
+
+
+def _global_batches(root: Path) -> dict[int, set[str]]:
+    batches: dict[int, set[str]] = {}
+    for _, step, _, name in _lines(root):
+        batches.setdefault(step, set()).add(name)
+    return batches
+
+
+def _final(root: Path) -> Any:
+    return torch.load(root / "final")
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return bool(one == other)
