@@ -160,18 +160,33 @@ def start_mount(tmp_path: Path) -> Iterator[Callable[..., MountProcess]]:
         mount.clean()
 
 
-@pytest.fixture
-def open_fuse_device() -> Iterator[None]:
-    """/dev/fuse as distributions have it: everybody may open it."""
-    mode = FUSE_DEVICE.stat().st_mode
-    if mode & 0o666 == 0o666:
+@contextlib.contextmanager
+def _device_mode(wanted: int) -> Iterator[None]:
+    mode = FUSE_DEVICE.stat().st_mode & 0o777
+    if mode == wanted:
         yield
         return
     if os.getuid() != 0:
-        pytest.skip("/dev/fuse may not be opened by everybody, and only root can change that")
-    FUSE_DEVICE.chmod(0o666)
-    yield
-    FUSE_DEVICE.chmod(mode & 0o777)
+        pytest.skip(f"/dev/fuse has not mode {wanted:o}, and only root can change that")
+    FUSE_DEVICE.chmod(wanted)
+    try:
+        yield
+    finally:
+        FUSE_DEVICE.chmod(mode)
+
+
+@pytest.fixture
+def open_fuse_device() -> Iterator[None]:
+    """/dev/fuse as distributions have it: everybody may open it."""
+    with _device_mode(0o666):
+        yield
+
+
+@pytest.fixture
+def closed_fuse_device() -> Iterator[None]:
+    """/dev/fuse for root only."""
+    with _device_mode(0o600):
+        yield
 
 
 @dataclass(frozen=True)

@@ -21,5 +21,6 @@ if __name__ == "__main__":
     )
     if fault != "none":
         policy = restarts.RestartPolicy(max_failed_starts=3, max_deaths=3)
-        holder.RestartBudget = functools.partial(restarts.RestartBudget, policy)  # type: ignore[assignment, misc]
+        budget = functools.partial(restarts.RestartBudget, policy)
+        holder.RestartBudget = restarts.RestartBudget = budget  # type: ignore[assignment, misc]
     sys.exit(main())

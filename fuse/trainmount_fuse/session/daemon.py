@@ -130,7 +130,8 @@ class _Generation:
             reply = await self._handshake(far)
         await self._filesystem.start()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._heed_signals)
+            # Started before the supervisor hears of us, or its first signal would kill us.
+            await nursery.start(self._heed_signals)
             nursery.start_soon(self._heed_supervisor)
             self._take_over(near, reply, role)
             send(self._control, {"state": "ready", "pid": os.getpid()})
@@ -186,9 +187,10 @@ class _Generation:
                 # The mount is gone; the first read will say so.
                 logger.info("the mount ended meanwhile", extra={"errno": error.errno})
 
-    async def _heed_signals(self) -> None:
+    async def _heed_signals(self, task_status: trio.TaskStatus[None]) -> None:
         reasons = {signal.SIGTERM: _Reason.STOP, signal.SIGUSR1: _Reason.REPLACE}
         with trio.open_signal_receiver(*reasons) as received:
+            task_status.started()
             async for number in received:
                 self._end(reasons[signal.Signals(number)])
 

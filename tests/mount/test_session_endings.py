@@ -1,0 +1,187 @@
+"""How a mount ends, and what is said where it cannot begin."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainmount_fuse.session.mounting import (
+    MountError,
+    find_mount,
+    list_mounts,
+    mount_fuse,
+    unmount,
+)
+
+
+def test_sigterm_unmounts_and_exits_with_0(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}", toy="none")
+    daemon = mount.ready()["daemon_pid"]
+    assert mount.stop() == 0
+    assert not mount.is_mounted()
+    assert not mount.ready_file.exists()
+    assert not Path(f"/proc/{daemon}").exists()
+
+
+def test_sigterm_ends_a_mount_that_a_program_still_uses(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}", toy="none")
+    file = os.open(mount.mountpoint / "f", os.O_RDONLY)
+    try:
+        assert mount.stop() == 0
+        assert not mount.is_mounted()
+        with pytest.raises(OSError, match=r"not connected|aborted"):
+            os.pread(file, 8, 0)
+    finally:
+        # close() asks the daemon to flush, so it fails too, but it closes.
+        with contextlib.suppress(OSError):
+            os.close(file)
+
+
+def test_umount_by_hand_ends_daemon_and_holder(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}", toy="none")
+    daemon = mount.ready()["daemon_pid"]
+    subprocess.run(["umount", str(mount.mountpoint)], check=True)
+    assert mount.process.wait(60) == 0
+    assert not Path(f"/proc/{daemon}").exists()
+
+
+def test_umount_by_hand_while_no_daemon_lives_ends_the_holder_too(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}", toy="none")
+    # Stopped, so that the holder cannot start a successor before the mount is gone.
+    mount.process.send_signal(signal.SIGSTOP)
+    os.kill(mount.ready()["daemon_pid"], signal.SIGKILL)
+    subprocess.run(["umount", "--lazy", str(mount.mountpoint)], check=True)
+    mount.process.send_signal(signal.SIGCONT)
+    assert mount.process.wait(60) == 0
+
+
+def test_ctrl_c_reaches_the_holder_and_not_its_daemon(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}", toy="none")
+    daemon = mount.ready()["daemon_pid"]
+    assert os.getpgid(daemon) == daemon
+    mount.process.send_signal(signal.SIGINT)
+    assert mount.process.wait(60) == 0
+    assert "the daemon died" not in mount.log
+
+
+def _mount_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainmount_fuse", "mount", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def _own_files(folder: Path) -> list[str]:
+    return ["--cache-dir", str(folder / "cache"), "--state-dir", str(folder / "state")]
+
+
+@pytest.fixture
+def volume(tmp_path):
+    (tmp_path / "volume").mkdir()
+    return f"file://{tmp_path}/volume"
+
+
+@pytest.mark.parametrize("where", ["--foreground", "--read-only"])
+def test_a_missing_mountpoint_is_one_line_and_exit_code_2(tmp_path, volume, where):
+    done = _mount_command(volume, str(tmp_path / "nowhere"), where, *_own_files(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"trainmount: mountpoint {tmp_path}/nowhere is missing: make the directory first\n"
+    )
+
+
+def test_a_mountpoint_that_is_a_file_is_refused(tmp_path, volume):
+    (tmp_path / "file").write_text("")
+    done = _mount_command(volume, str(tmp_path / "file"), "--foreground", *_own_files(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == f"trainmount: mountpoint {tmp_path}/file is not a directory\n"
+
+
+def test_a_taken_mountpoint_is_refused_and_its_mount_goes_on(start_mount, tmp_path, volume):
+    mount = start_mount(f"file://{tmp_path}", toy="none")
+    done = _mount_command(volume, str(mount.mountpoint), "--foreground", *_own_files(tmp_path))
+    assert done.returncode == 2
+    assert f"mountpoint {mount.mountpoint} is busy" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (mount.mountpoint / "f").exists()
+
+
+def test_state_of_a_living_mount_is_not_used_by_a_second_one(start_mount, tmp_path, volume):
+    mount = start_mount(f"file://{tmp_path}", toy="none")
+    (tmp_path / "other").mkdir()
+    state = str(mount.folder / "state")
+    done = _mount_command(volume, str(tmp_path / "other"), "--foreground", "--state-dir", state)
+    assert done.returncode == 2
+    assert "belongs to a mount that is there" in done.stderr
+    assert find_mount(tmp_path / "other") is None
+
+
+def test_a_missing_volume_is_told_before_anything_is_mounted(tmp_path):
+    (tmp_path / "mnt").mkdir()
+    done = _mount_command(
+        f"file://{tmp_path}/nothing", str(tmp_path / "mnt"), "--foreground", *_own_files(tmp_path)
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"trainmount: cannot mount file://{tmp_path}/nothing: ")
+    assert done.stderr.count("\n") == 1
+    assert find_mount(tmp_path / "mnt") is None
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_source_that_is_no_volume_is_refused(tmp_path):
+    done = _mount_command("main.default.data", str(tmp_path), "--foreground", *_own_files(tmp_path))
+    assert done.returncode == 2
+    assert "must be /Volumes/<catalog>/<schema>/<volume>" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_user_without_rights_is_told_what_to_do(nobody, open_path, closed_fuse_device):
+    (open_path / "mnt").mkdir()
+    (open_path / "volume").mkdir()
+    for one in ("mnt", "volume"):
+        os.chown(open_path / one, 65534, 65534)
+    done = nobody.run(
+        *("-m", "trainmount_fuse", "mount", f"file://{open_path}/volume", f"{open_path}/mnt"),
+        *("--foreground", *_own_files(open_path)),
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("trainmount: /dev/fuse may not be opened by this user")
+    assert done.stderr.count("\n") == 1
+
+
+def test_unmounting_what_is_not_mounted_is_fine(tmp_path):
+    unmount(tmp_path)
+    unmount(tmp_path / "missing")
+
+
+def test_a_used_mount_is_unmounted_lazily_only(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}", toy="none")
+    with (mount.mountpoint / "f").open("rb"):
+        with pytest.raises(MountError, match="a program has files"):
+            unmount(mount.mountpoint)
+        assert mount.is_mounted()
+        unmount(mount.mountpoint, lazy=True)
+        assert not mount.is_mounted()
+
+
+def test_names_with_spaces_are_found_among_the_mounts(tmp_path):
+    folder = tmp_path / "with space\tand tab"
+    folder.mkdir()
+    connection = mount_fuse(folder, name="a source", allow_other=False, read_only=True)
+    try:
+        mount = find_mount(folder)
+        assert mount is not None
+        assert (mount.source, mount.filesystem_type) == ("a source", "fuse.trainmount")
+        assert mount.device_minor == connection.device_minor
+        assert mount in list(list_mounts())
+    finally:
+        unmount(folder, lazy=True)
+        os.close(connection.fd)
