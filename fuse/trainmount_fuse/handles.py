@@ -12,6 +12,7 @@ import sqlite3
 from dataclasses import dataclass, field
 from typing import Final
 
+from trainmount_files.volume import FileStat
 from trainmount_fuse.prefetch import Streams
 from trainmount_fuse.state import get_meta, set_meta
 
@@ -31,8 +32,10 @@ class Handle:
     streams: Streams = field(default_factory=Streams)
     """Where readers of this handle are, for read-ahead; starts anew in a successor."""
 
-    listing: list[tuple[int, str]] | None = None
-    """Of a directory: (ino, name) in order of ino, as the last rewind saw them."""
+    listing: list[tuple[int, str, FileStat | None, float]] | None = None
+    """Of a directory, as the last rewind saw it, in order of ino: (ino, name, what the store said
+    and when it was asked). None for the store's word: local bytes only.
+    """
 
     @property
     def is_writable(self) -> bool:
@@ -102,6 +105,11 @@ class HandleTable:
     def has_writer(self, ino: int) -> bool:
         """Whether a handle that may write is open on the inode."""
         return any(self._by_fh[fh].is_writable for fh in self._by_ino.get(ino, ()))
+
+    def newest(self, ino: int) -> Handle | None:
+        """The handle that was opened last on the inode; None where none is open."""
+        held = self._by_ino.get(ino)
+        return self._by_fh[max(held)] if held else None
 
     def open_inos(self) -> list[int]:
         """Every inode with an open handle, at this moment."""

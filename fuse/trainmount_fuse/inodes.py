@@ -244,6 +244,10 @@ class InodeTable:
         """Memory holds more inodes than it should; the caller drops some that nobody uses."""
         return len(self._by_ino) > _MAX_IN_MEMORY
 
+    def close(self) -> None:
+        """Close the database that handles and intents share. No other call may follow."""
+        self._database.close()
+
     def _remember(self, inode: Inode) -> None:
         self._by_ino[inode.ino] = inode
         if inode.link is Link.LINKED:

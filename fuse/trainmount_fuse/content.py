@@ -1,0 +1,383 @@
+"""Operations on the bytes of a file: open, read, write, truncate, upload, release. Called by
+`filesystem`.
+
+Reads wait for no lock. Whatever changes a file's bytes or uploads them holds the inode's lock, and
+an upload a share of the tree's, so that an upload is of one state of the file and goes to the name
+it has.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from trainmount_files.errors import NotFound, PreconditionFailed, VolumeError
+from trainmount_files.volume import ByteRange, FileStat
+from trainmount_fuse.attributes import OpenFile
+from trainmount_fuse.block_file import BlockFile
+from trainmount_fuse.blocks import Fetch
+from trainmount_fuse.core import Core, file_key, transfer_error
+from trainmount_fuse.handles import Handle
+from trainmount_fuse.inodes import Inode, Link
+from trainmount_fuse.journal import StagedState
+from trainmount_fuse.prefetch import Streams
+from trainmount_fuse.staging import StagedFile
+
+__all__ = ["Content"]
+
+log = logging.getLogger(__name__)
+
+_SECOND_TRY_SECONDS: Final = 1.0
+"""The kernel looks a name up again and opens again at once; longer means another open."""
+
+_ADOPTED_SHARE: Final = 4
+"""An uploaded file stays as cached blocks if it takes at most one part in so many of the cache."""
+
+
+class Content:
+    """The bytes of all files of one mount."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._files: dict[int, BlockFile] = {}
+        """Cached file of each open inode that was read; the event loop's thread only."""
+
+    async def open(self, inode: Inode, flags: int) -> OpenFile:
+        """A handle on the version that the store has now, or on the local bytes.
+
+        Raises OSError ESTALE where the kernel's idea of the file is out of date: it then looks the
+        name up again and opens once more, with the right size from the start.
+        """
+        core = self._core
+        truncates = bool(flags & os.O_TRUNC)
+        if truncates or flags & os.O_ACCMODE != os.O_RDONLY:
+            core.require_writable()
+        if core.staged(inode) is None:
+            await self._validate(inode, truncates=truncates)
+        handle = core.handles.open(inode.ino, flags)
+        if truncates:
+            try:
+                async with inode.lock:
+                    await self._truncate(inode, 0)
+            except BaseException:
+                core.handles.release(handle)
+                raise
+        # The kernel's pages follow local writes by themselves.
+        version = "" if inode.stat is None else inode.stat.version
+        keep_cache = core.staged(inode) is not None or inode.cached == version
+        inode.cached = version
+        core.inodes.save(inode)
+        return OpenFile(handle.fh, keep_cache=keep_cache)
+
+    async def read(self, handle: Handle, offset: int, size: int) -> bytes | bytearray:
+        """The bytes there are of the range, all of one version. Raises VolumeError, OSError."""
+        core = self._core
+        inode = core.file(handle.ino)
+        staged = core.staged(inode)
+        if staged is not None:
+            return await core.workers.call(core.staging.read, staged, offset, size)
+        stat = inode.stat
+        if stat is None:
+            raise OSError(errno.ESTALE, "the file was given up")
+        size = min(size, stat.size_bytes - offset)
+        if size <= 0:
+            return b""
+        file = await self._cached_file(inode, stat)
+        if file is None:
+            return await self._read_past_cache(inode, stat, offset, size)
+        core.prefetcher.advance(handle.streams, file, offset, size, partial(self._fetch_with, stat))
+        data = core.blocks.read_nowait(file, offset, size)
+        if data is not None:
+            return data
+        core.blocks.retain(file)
+        try:
+            fetch = self._fetch_with(stat, None)
+            return await core.workers.call(core.blocks.read, file, offset, size, fetch)
+        except (PreconditionFailed, NotFound) as error:
+            core.doubt(inode)
+            raise OSError(errno.ESTALE, str(error)) from error
+        finally:
+            core.blocks.release(file)
+
+    async def write(self, handle: Handle, offset: int, data: bytes | bytearray | memoryview) -> int:
+        """Put the bytes into the local copy; they are in the operating system when this returns."""
+        core = self._core
+        if not handle.is_writable:
+            raise OSError(errno.EBADF, "not open for writing")
+        inode = core.file(handle.ino)
+        async with inode.lock:
+            staged = await self._ensure_staged(inode)
+            await core.workers.call(core.staging.write, staged, offset, data)
+            inode.set_mtime_ns = None
+        return len(data)
+
+    async def resize(self, inode: Inode, size: int) -> None:
+        """truncate(2): where no writer is open, the store has the new size when this returns."""
+        core = self._core
+        try:
+            async with core.tree.shared(), inode.lock:
+                await self._truncate(inode, size)
+                if core.handles.has_writer(inode.ino) or inode.link is not Link.LINKED:
+                    return
+                try:
+                    await self._upload(inode)
+                finally:
+                    await self._retire(inode)
+        except VolumeError as error:
+            raise transfer_error(error) from error
+
+    async def upload(self, inode: Inode) -> None:
+        """close(2) and fsync(2): the store has the local bytes when this returns.
+
+        Nothing is sent when the store has them already, or when the name is gone. Raises
+        VolumeError, OSError; the bytes stay.
+        """
+        staged = self._core.staged(inode)
+        if staged is None or staged.state is not StagedState.DIRTY:
+            return
+        async with self._core.tree.shared(), inode.lock:
+            await self._upload(inode)
+
+    async def release(self, handle: Handle) -> None:
+        """The kernel is done with the handle; after the last one of a file, its local bytes go."""
+        core = self._core
+        handle.streams.cancelled.set()
+        core.handles.release(handle)
+        if core.handles.is_open(handle.ino):
+            return
+        inode = core.inodes.get(handle.ino)
+        if core.staged(inode) is not None:
+            async with core.tree.shared(), inode.lock:
+                await self._finish(inode)
+        if core.handles.is_open(handle.ino):
+            return
+        file = self._files.pop(handle.ino, None)
+        if file is not None:
+            core.blocks.release(file)
+        if inode.link is not Link.LINKED and not inode.lookup_count:
+            core.inodes.drop(inode)
+
+    async def keep_for_handles(self, inode: Inode) -> None:
+        """The name goes away while the file is open: have its bytes here. The inode's lock is held."""
+        core = self._core
+        if core.staged(inode) is not None or not core.handles.is_open(inode.ino):
+            return
+        try:
+            await self._ensure_staged(inode)
+        except (VolumeError, OSError):
+            # Unlinking must not fail for want of space here; the handles get ESTALE instead.
+            log.warning("An open file that is removed could not be kept", exc_info=True)
+
+    async def let_go(self, inode: Inode) -> None:
+        """The name is gone: local bytes live on for open handles only. The inode's lock is held."""
+        core = self._core
+        staged = core.staged(inode)
+        if staged is None:
+            return
+        if core.handles.is_open(inode.ino):
+            await core.workers.call(core.staging.orphan, staged)
+        else:
+            await core.workers.call(core.staging.discard, staged)
+
+    async def _validate(self, inode: Inode, *, truncates: bool) -> None:
+        core = self._core
+        if inode.link is not Link.LINKED:
+            raise OSError(errno.ESTALE, "the name has another file now")
+        now = time.monotonic()
+        if now < inode.reopen_until and inode.stat is not None:
+            current = inode
+        else:
+            current = await core.refresh(inode, core.settings.open_timeout_seconds)
+        if core.staged(current) is not None and current is inode:
+            return
+        is_known = current.stat is not None and current.told == current.stat.version
+        # A size that the kernel has wrong does not matter to who cuts the file to nothing.
+        if current is inode and (is_known or truncates):
+            inode.reopen_until = 0.0
+            return
+        current.reopen_until = time.monotonic() + _SECOND_TRY_SECONDS
+        raise OSError(errno.ESTALE, "the file has changed since it was looked up")
+
+    async def _cached_file(self, inode: Inode, stat: FileStat) -> BlockFile | None:
+        """The inode's file in the block cache; None where the cache cannot be used."""
+        core = self._core
+        key = file_key(stat)
+        file = self._files.get(inode.ino)
+        if file is not None and file.key == key:
+            return file
+        try:
+            opened = await core.workers.call(core.blocks.open, key)
+        except OSError:
+            log.warning("The block cache cannot be used; reading past it", exc_info=True)
+            return None
+        # Another read may have come first, or the last handle gone, while this one waited.
+        previous = self._files.get(inode.ino)
+        if previous is opened:
+            core.blocks.release(opened)
+        else:
+            self._files[inode.ino] = opened
+            if previous is not None:
+                core.blocks.release(previous)
+        return opened
+
+    async def _read_past_cache(
+        self, inode: Inode, stat: FileStat, offset: int, size: int
+    ) -> bytearray:
+        buffer = bytearray(size)
+        fetch = self._fetch_with(stat, None)
+        try:
+            await self._core.workers.call(
+                fetch, ByteRange(offset, offset + size), memoryview(buffer)
+            )
+        except (PreconditionFailed, NotFound) as error:
+            self._core.doubt(inode)
+            raise OSError(errno.ESTALE, str(error)) from error
+        return buffer
+
+    def _fetch_with(self, stat: FileStat, cancel: threading.Event | None) -> Fetch:
+        def fetch(byte_range: ByteRange, buffer: memoryview) -> None:
+            self._core.volume.read_into(
+                stat.path, byte_range, buffer, version=stat.version, cancel=cancel
+            )
+
+        return fetch
+
+    async def _truncate(self, inode: Inode, size: int) -> None:
+        core = self._core
+        staged = core.staged(inode)
+        if staged is None and inode.stat is not None and inode.stat.size_bytes == size:
+            return
+        staged = await self._ensure_staged(inode, keep_bytes=size)
+        await core.workers.call(core.staging.truncate, staged, size)
+        inode.set_mtime_ns = None
+
+    async def _ensure_staged(self, inode: Inode, keep_bytes: int | None = None) -> StagedFile:
+        """Local bytes of the inode, from the store where there are none. The inode's lock is held."""
+        core = self._core
+        staged = core.staged(inode)
+        if staged is not None:
+            return staged
+        stat = inode.stat
+        if inode.link is not Link.LINKED or stat is None:
+            raise OSError(errno.ESTALE, "the file was replaced while it was open")
+        length = stat.size_bytes if keep_bytes is None else min(keep_bytes, stat.size_bytes)
+        create = partial(
+            core.staging.create,
+            inode.ino,
+            core.inodes.path_of(inode),
+            base_version=stat.version,
+            is_dirty=False,
+            copy_into=partial(self._copy_into, stat, length) if length else None,
+        )
+        try:
+            return await core.workers.call(create)
+        except (PreconditionFailed, NotFound) as error:
+            core.doubt(inode)
+            raise OSError(errno.ESTALE, str(error)) from error
+
+    def _copy_into(self, stat: FileStat, length: int, fd: int) -> None:
+        """In a worker thread: the first `length` bytes of the store's file, through the block
+        cache.
+        """
+        core = self._core
+        if not core.blocks.free_space(length):
+            raise OSError(errno.ENOSPC, "the staging disk has no room for this file")
+        step = core.settings.prefetch_fetch_bytes
+        fetch = self._fetch_with(stat, None)
+        streams = Streams()
+        file = core.blocks.open(file_key(stat))
+        try:
+            for offset in range(0, length, step):
+                size = min(step, length - offset)
+                core.prefetcher.advance(
+                    streams, file, offset, size, partial(self._fetch_with, stat)
+                )
+                rest = memoryview(core.blocks.read(file, offset, size, fetch))
+                while rest:
+                    written = os.pwrite(fd, rest, offset)
+                    rest, offset = rest[written:], offset + written
+        finally:
+            streams.cancelled.set()
+            core.blocks.release(file)
+
+    async def _upload(self, inode: Inode) -> None:
+        """Send local bytes that the store lacks. The tree is shared and the inode's lock is held."""
+        core = self._core
+        staged = core.staged(inode)
+        if staged is None or staged.state is not StagedState.DIRTY:
+            return
+        if inode.link is not Link.LINKED:
+            return
+        path = core.inodes.path_of(inode)
+        try:
+            stat = await core.workers.call(core.staging.upload, staged, core.volume, path)
+        except (VolumeError, OSError) as error:
+            staged.error = error
+            raise
+        self.note_uploaded(inode, stat)
+
+    def note_uploaded(self, inode: Inode, stat: FileStat) -> None:
+        """The store has the inode's local bytes as this version, and so does the kernel."""
+        core = self._core
+        if inode.set_mtime_ns is not None and inode.set_version == "":
+            inode.set_version = stat.version
+        inode.stat, inode.checked_at = stat, time.monotonic()
+        inode.told = inode.cached = stat.version
+        core.inodes.save(inode)
+        core.metadata.note_present(inode.parent_ino, inode.name, stat)
+
+    async def _finish(self, inode: Inode) -> None:
+        """Nobody has the file open: upload what no close has sent, then let the local bytes go."""
+        core = self._core
+        staged = core.staged(inode)
+        if staged is None or core.handles.is_open(inode.ino):
+            return
+        if staged.state is StagedState.DIRTY and staged.error is None:
+            # Written through a mapping after the last close; nobody is left to be told of an error.
+            with suppress(VolumeError, OSError):
+                await self._upload(inode)
+        await self._retire(inode)
+
+    async def _retire(self, inode: Inode) -> None:
+        """Local bytes are of no more use to anybody, or failed. The inode's lock is held."""
+        core = self._core
+        staged = core.staged(inode)
+        if staged is None or core.handles.is_open(inode.ino):
+            return
+        if staged.state is StagedState.DIRTY:
+            reason = str(staged.error)
+            log.error(
+                "A file could not be uploaded; its bytes are kept",
+                extra={"path": staged.volume_path, "reason": reason},
+            )
+            await core.workers.call(core.staging.fail, staged, reason)
+            inode.stat = inode.told = inode.cached = None
+            core.doubt(inode)
+            return
+        if staged.state is StagedState.CLEAN and inode.stat is not None:
+            await core.workers.call(self._keep_as_blocks, staged, inode.stat)
+        await core.workers.call(core.staging.discard, staged)
+
+    def _keep_as_blocks(self, staged: StagedFile, stat: FileStat) -> None:
+        """In a worker thread: what was just uploaded is likely to be read next."""
+        core = self._core
+        if not 0 < stat.size_bytes <= core.settings.cache_size_bytes // _ADOPTED_SHARE:
+            return
+
+        def fetch(byte_range: ByteRange, buffer: memoryview) -> None:
+            if os.preadv(staged.descriptor(), [buffer], byte_range.start) != len(byte_range):
+                raise OSError(errno.EIO, "the staging file is shorter than what was uploaded")
+
+        # A cache that is full or broken only means that the bytes are fetched again.
+        with suppress(OSError):
+            file = core.blocks.open(file_key(stat))
+            try:
+                core.blocks.ensure(file, 0, file.num_blocks - 1, fetch)
+            finally:
+                core.blocks.release(file)

@@ -1,0 +1,246 @@
+"""What every operation needs: the parts of one mount, and how an inode is brought up to date and
+shown.
+
+`filesystem` makes one `Core`; `content`, `namespace` and `recovery` work on it. All methods run on
+the event loop's thread.
+
+Versions. An inode that is open shows one version for as long as it is open (its pages in the
+kernel are shared by all handles, so two versions in one inode would mix). When the store has
+another version while old handles are open, the name gets a new inode and the old one is REPLACED.
+Local bytes (staging) win over whatever the store says, until they are uploaded or given up.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import stat as stat_module
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainmount_files.errors import VolumeError
+from trainmount_files.volume import FileStat, Volume
+from trainmount_fuse.attributes import ROOT_INO, Attributes
+from trainmount_fuse.block_file import FileKey
+from trainmount_fuse.blocks import BlockCache
+from trainmount_fuse.errno import errno_of_transfer
+from trainmount_fuse.handles import HandleTable
+from trainmount_fuse.inodes import Inode, InodeTable, Link
+from trainmount_fuse.metadata import Metadata, is_valid_name
+from trainmount_fuse.prefetch import Prefetcher
+from trainmount_fuse.settings import MountSettings
+from trainmount_fuse.staging import StagedFile, Staging
+from trainmount_fuse.state import Intents
+from trainmount_fuse.workers import TreeLock, Workers
+
+__all__ = ["Core", "decode_name", "file_key", "state_paths", "transfer_error"]
+
+
+@dataclass(slots=True)
+class Core:
+    """The parts of one mount."""
+
+    volume: Volume
+    settings: MountSettings
+    workers: Workers
+    tree: TreeLock
+    """Taken before any inode's lock."""
+
+    inodes: InodeTable
+    handles: HandleTable
+    intents: Intents
+    metadata: Metadata
+    blocks: BlockCache
+    prefetcher: Prefetcher
+    staging: Staging
+    made_ns: int
+    """When the state of this mount was made: the time of directories, for which a store keeps none.
+    """
+
+    def directory(self, ino: int) -> Inode:
+        """Raises OSError ENOTDIR, ESTALE."""
+        inode = self.inodes.get(ino)
+        if not inode.is_directory:
+            raise OSError(errno.ENOTDIR, "not a directory")
+        return inode
+
+    def file(self, ino: int) -> Inode:
+        """Raises OSError EISDIR, ESTALE."""
+        inode = self.inodes.get(ino)
+        if inode.is_directory:
+            raise OSError(errno.EISDIR, "is a directory")
+        return inode
+
+    def require_writable(self) -> None:
+        """Raises OSError EROFS."""
+        if self.settings.read_only:
+            raise OSError(errno.EROFS, "the mount is read-only")
+
+    def staged(self, inode: Inode) -> StagedFile | None:
+        """The local bytes of the inode; None where the store's are all there is."""
+        return self.staging.find(inode.ino)
+
+    def staged_child(self, directory: Inode, name: str) -> Inode | None:
+        """The inode at a name whose local bytes the store does not have yet, or not as they are."""
+        child = self.inodes.find_child(directory.ino, name)
+        if child is not None and self.staged(child) is not None:
+            return child
+        return None
+
+    def staged_children(self, directory: Inode) -> list[Inode]:
+        """Every inode in the directory with local bytes."""
+        found = [self.inodes.get(ino) for ino in self.staging.inos()]
+        return [one for one in found if one.link is Link.LINKED and one.parent_ino == directory.ino]
+
+    async def resolve(
+        self, directory: Inode, name: str, max_age_seconds: float
+    ) -> tuple[Inode | None, float]:
+        """The inode at a name, or None and when it was known not to be there.
+
+        Raises VolumeError, OSError.
+        """
+        child = self.staged_child(directory, name)
+        if child is not None:
+            return child, time.monotonic()
+        stat, asked_at = await self.metadata.find(directory, name, max_age_seconds)
+        # Made here while the store was asked.
+        child = self.staged_child(directory, name)
+        if child is not None or stat is None:
+            return child, asked_at
+        return self.adopt(directory, name, stat, asked_at), asked_at
+
+    def adopt(self, directory: Inode, name: str, stat: FileStat, asked_at: float) -> Inode:
+        """Believe what the store said at `asked_at`; returns the inode that the name has now."""
+        inode = self.inodes.ensure_child(directory.ino, name, is_directory=stat.is_directory)
+        if asked_at < inode.checked_at:
+            return inode
+        if not inode.is_directory and self.staged(inode) is not None:
+            return inode
+        known = inode.stat
+        if known is not None and known.version != stat.version and self.handles.is_open(inode.ino):
+            self.inodes.detach(inode, Link.REPLACED)
+            inode = self.inodes.ensure_child(directory.ino, name, is_directory=False)
+        elif known is not None and not stat.is_directory and _is_same_file(known, stat):
+            # A store may tell one file's time in different resolutions; the first one stands.
+            stat = known
+        inode.stat, inode.checked_at = stat, asked_at
+        return inode
+
+    async def refresh(self, inode: Inode, max_age_seconds: float) -> Inode:
+        """The inode that the name of `inode` has, at most that old: often the same one.
+
+        Raises OSError ENOENT where the name is gone, ESTALE; VolumeError.
+        """
+        is_fresh = time.monotonic() - inode.checked_at < max_age_seconds
+        if inode.ino == ROOT_INO or (is_fresh and inode.stat is not None):
+            return inode
+        if inode.link is not Link.LINKED:
+            raise OSError(errno.ESTALE, "the name of this inode is gone")
+        directory = self.inodes.get(inode.parent_ino)
+        current, _asked_at = await self.resolve(directory, inode.name, max_age_seconds)
+        if current is None:
+            raise OSError(errno.ENOENT, "no such file or directory")
+        return current
+
+    def doubt(self, inode: Inode) -> None:
+        """Something showed that the store has another file there than we know of: ask next time."""
+        inode.checked_at = -math.inf
+        if inode.link is Link.LINKED and inode.ino != ROOT_INO:
+            self.metadata.note_unknown(inode.parent_ino, inode.name)
+
+    def negative(self, asked_at: float) -> Attributes:
+        """The answer for a name that was not there at `asked_at`."""
+        age = time.monotonic() - asked_at
+        timeout = max(0.0, self.settings.negative_timeout_seconds - age)
+        return Attributes(0, entry_timeout_seconds=timeout)
+
+    def attributes(self, inode: Inode) -> Attributes:
+        """What `stat` shows now; from here on the kernel knows this version of it."""
+        if inode.is_directory:
+            return self._directory_attributes(inode)
+        staged = self.staged(inode)
+        age = max(0.0, time.monotonic() - inode.checked_at)
+        attr_timeout = self.settings.attr_timeout_seconds
+        if staged is not None:
+            size, mtime_ns = staged.size_bytes, staged.mtime_ns
+            version = ""
+            # The store gives the file another time when it arrives there.
+            age = attr_timeout = 0.0
+        elif inode.stat is not None:
+            size, mtime_ns = inode.stat.size_bytes, inode.stat.mtime_ns
+            version = inode.stat.version
+            if not self.handles.is_open(inode.ino):
+                attr_timeout = max(0.0, attr_timeout - age)
+        else:
+            raise OSError(errno.ESTALE, "nothing is known of this inode any more")
+        if inode.set_mtime_ns is not None and inode.set_version == version:
+            mtime_ns = inode.set_mtime_ns
+        inode.told = version
+        mode = self.settings.file_mode if inode.mode is None else inode.mode
+        return Attributes(
+            ino=inode.ino,
+            mode=stat_module.S_IFREG | mode,
+            nlink=1 if inode.link is Link.LINKED else 0,
+            uid=self.settings.uid,
+            gid=self.settings.gid,
+            size=size,
+            atime_ns=mtime_ns if inode.atime_ns is None else inode.atime_ns,
+            mtime_ns=mtime_ns,
+            ctime_ns=mtime_ns,
+            entry_timeout_seconds=max(0.0, self.settings.entry_timeout_seconds - age),
+            attr_timeout_seconds=attr_timeout,
+        )
+
+    def _directory_attributes(self, inode: Inode) -> Attributes:
+        age = max(0.0, time.monotonic() - inode.checked_at) if inode.ino != ROOT_INO else 0.0
+        mtime_ns = self.made_ns
+        if inode.set_mtime_ns is not None:
+            mtime_ns = inode.set_mtime_ns
+        elif inode.stat is not None and inode.stat.mtime_ns:
+            mtime_ns = inode.stat.mtime_ns
+        mode = self.settings.directory_mode if inode.mode is None else inode.mode
+        return Attributes(
+            ino=inode.ino,
+            mode=stat_module.S_IFDIR | mode,
+            nlink=2 if inode.link is Link.LINKED else 0,
+            uid=self.settings.uid,
+            gid=self.settings.gid,
+            atime_ns=mtime_ns if inode.atime_ns is None else inode.atime_ns,
+            mtime_ns=mtime_ns,
+            ctime_ns=mtime_ns,
+            entry_timeout_seconds=max(0.0, self.settings.entry_timeout_seconds - age),
+            attr_timeout_seconds=max(0.0, self.settings.attr_timeout_seconds - age),
+        )
+
+
+def file_key(stat: FileStat) -> FileKey:
+    """Under what the block cache keeps this version of the file."""
+    return FileKey(stat.path, stat.version, stat.size_bytes)
+
+
+def _is_same_file(known: FileStat, stat: FileStat) -> bool:
+    return known.version == stat.version and known.path == stat.path
+
+
+def decode_name(name: bytes) -> str:
+    """A name from the kernel as a name in a volume. Raises OSError ENAMETOOLONG, EILSEQ, EINVAL."""
+    if len(name) > 255:
+        raise OSError(errno.ENAMETOOLONG, "a name has at most 255 bytes")
+    try:
+        text = name.decode()
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EILSEQ, "names in a volume are UTF-8") from error
+    if not is_valid_name(text):
+        raise OSError(errno.EINVAL, "not a name")
+    return text
+
+
+def transfer_error(error: VolumeError) -> OSError:
+    """An error of moving bytes, inside an operation on names, as the program should see it."""
+    return OSError(errno_of_transfer(error), str(error))
+
+
+def state_paths(state_dir: Path) -> tuple[Path, Path, Path]:
+    """Where a mount keeps its two databases and its staging files."""
+    return state_dir / "state.db", state_dir / "journal.db", state_dir / "staging"

@@ -1,0 +1,453 @@
+"""The filesystem of one mount, free of FUSE: one method a kernel request, in the order of a file's
+life.
+
+`adapter` calls it, tests call it directly. It checks what a request may do and hands on: names to
+`namespace`, bytes to `content`, both over the parts in `core`. Methods raise VolumeError or
+OSError; `errno` has the numbers. All of them may run at the same time as tasks of one event loop.
+A successor over the same settings goes on where a killed one stopped: inode numbers, handles and
+local bytes are on disk. docs/concurrency.md tells who may touch what.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from trainmount_files.errors import VolumeError
+from trainmount_files.volume import FileStat, Volume
+from trainmount_fuse.attributes import (
+    AttributeChanges,
+    Attributes,
+    DirEntry,
+    OpenFile,
+    StatFs,
+)
+from trainmount_fuse.blocks import BlockCache, CacheStatistics
+from trainmount_fuse.content import Content
+from trainmount_fuse.core import Core, decode_name, file_key, state_paths
+from trainmount_fuse.handles import HandleTable
+from trainmount_fuse.inodes import Inode, InodeTable
+from trainmount_fuse.journal import Journal
+from trainmount_fuse.metadata import NAME_MAX_BYTES, Metadata
+from trainmount_fuse.namespace import Namespace
+from trainmount_fuse.prefetch import Prefetcher
+from trainmount_fuse.recovery import Recovery
+from trainmount_fuse.settings import MountSettings
+from trainmount_fuse.staging import Staging
+from trainmount_fuse.state import Intents, get_meta, open_database, set_meta
+from trainmount_fuse.workers import TreeLock, Workers
+
+__all__ = ["FailedFile", "Filesystem"]
+
+log = logging.getLogger(__name__)
+
+_STATFS_BLOCK_BYTES: Final = 4096
+_STATFS_BYTES: Final = 1 << 50
+"""A volume has no size. A pebibyte free keeps installers and `df` content."""
+
+_STATFS_FILES: Final = 1 << 32
+_XATTR_PREFIX: Final = "user.trainmount."
+_XATTRS: Final = ("cached_bytes", "path", "state", "version")
+
+
+@dataclass(frozen=True, slots=True)
+class FailedFile:
+    """Bytes whose upload failed, after their program was told so. Kept until the next mount tries
+    again.
+    """
+
+    path: str
+    size_bytes: int
+    reason: str
+
+
+class Filesystem:
+    """One mount of one volume."""
+
+    def __init__(self, volume: Volume, settings: MountSettings) -> None:
+        """Nothing is touched before `start`. The volume stays the caller's to close."""
+        self._volume = volume
+        self._settings = settings
+        self._core: Core | None = None
+
+    async def start(self) -> None:
+        """Take over what the state directory holds, and begin to upload what was left there.
+
+        Raises OSError where the cache or state directory cannot be used.
+        """
+        core = await trio.to_thread.run_sync(_open_core, self._volume, self._settings)
+        self._core = core
+        self._content = Content(core)
+        self._namespace = Namespace(core, self._content)
+        recovery = Recovery(core, self._content)
+        pending = recovery.sort()
+        if pending:
+            trio.lowlevel.spawn_system_task(recovery.upload, pending)
+
+    async def stop(self) -> None:
+        """Upload what is not uploaded yet, then free everything. What fails stays for the next
+        start.
+        """
+        core = self._started()
+        for ino in core.staging.inos():
+            try:
+                await self._content.upload(core.inodes.get(ino))
+            except (VolumeError, OSError) as error:
+                fields = {"ino": ino, "reason": str(error)}
+                log.error("A file is not uploaded yet; its bytes are kept", extra=fields)
+        await core.workers.call(core.prefetcher.close)
+        core.staging.close()
+        core.blocks.close()
+        core.inodes.close()
+        self._core = None
+
+    # Names and attributes
+
+    async def lookup(self, parent_ino: int, name: bytes) -> Attributes:
+        """The attributes of a name; `ino` 0 where it is not there. Counts one lookup of the inode."""
+        core = self._started()
+        directory = core.directory(parent_ino)
+        inode, asked_at = await core.resolve(
+            directory, decode_name(name), core.settings.entry_timeout_seconds
+        )
+        if inode is None:
+            return core.negative(asked_at)
+        inode.lookup_count += 1
+        return core.attributes(inode)
+
+    async def forget(self, lookups: Iterable[tuple[int, int]]) -> None:
+        """The kernel dropped that many lookups of each inode. Numbers we do not know are ignored."""
+        core = self._started()
+        for ino, count in lookups:
+            inode = core.inodes.known(ino)
+            if inode is not None and core.inodes.forget(inode, count):
+                self._drop_unused(inode)
+
+    async def getattr(self, ino: int, fh: int | None = None) -> Attributes:  # noqa: ARG002
+        """An open file shows the version it is open at, or its local bytes."""
+        core = self._started()
+        inode = core.inodes.get(ino)
+        if core.staged(inode) is not None or core.handles.is_open(ino):
+            return core.attributes(inode)
+        current = await core.refresh(inode, core.settings.attr_timeout_seconds)
+        if current is not inode:
+            raise OSError(errno.ESTALE, "the name has another inode now")
+        return core.attributes(inode)
+
+    async def setattr(
+        self,
+        ino: int,
+        changes: AttributeChanges,
+        fh: int | None = None,
+    ) -> Attributes:
+        """Size is the content's; mode and times are remembered here; owner and group are fixed."""
+        core = self._started()
+        core.require_writable()
+        inode = core.inodes.get(ino)
+        if fh is None and core.staged(inode) is None and not core.handles.is_open(ino):
+            current = await core.refresh(inode, core.settings.attr_timeout_seconds)
+            if current is not inode:
+                raise OSError(errno.ESTALE, "the name has another inode now")
+        if changes.size is not None:
+            await self._content.resize(core.file(ino), changes.size)
+        if changes.mode is not None:
+            inode.mode = changes.mode & 0o7777
+        if changes.atime_ns is not None:
+            inode.atime_ns = changes.atime_ns
+        if changes.mtime_ns is not None:
+            inode.set_mtime_ns = changes.mtime_ns
+            is_local = core.staged(inode) is not None or inode.stat is None
+            inode.set_version = "" if is_local or inode.stat is None else inode.stat.version
+        core.inodes.save(inode)
+        return core.attributes(inode)
+
+    # Bytes
+
+    async def open(self, ino: int, flags: int) -> OpenFile:
+        """Close-to-open: what another node has closed before this call is what the handle reads.
+
+        ESTALE asks the kernel to look the name up again and come back, which it does by itself.
+        """
+        core = self._started()
+        return await self._content.open(core.file(ino), flags)
+
+    async def create(
+        self, parent_ino: int, name: bytes, mode: int, flags: int
+    ) -> tuple[OpenFile, Attributes]:
+        """A new file, open. With O_EXCL the store, too, refuses to overwrite (at the first close)."""
+        core = self._started()
+        directory = core.directory(parent_ino)
+        opened, attributes = await self._namespace.create(directory, decode_name(name), mode, flags)
+        core.inodes.get(attributes.ino).lookup_count += 1
+        return opened, attributes
+
+    async def read(self, fh: int, offset: int, size: int) -> bytes | bytearray:
+        """Exactly the bytes of the range; fewer only at the end of the file."""
+        core = self._started()
+        return await self._content.read(core.handles.get(fh), offset, size)
+
+    async def write(self, fh: int, offset: int, data: bytes | bytearray | memoryview) -> int:
+        """The bytes are safe from this process's death when it returns; the same again is harmless."""
+        core = self._started()
+        return await self._content.write(core.handles.get(fh), offset, data)
+
+    async def flush(self, fh: int) -> None:
+        """close(2), once a descriptor: the store has the file when it returns, or it raises."""
+        core = self._started()
+        handle = core.handles.get(fh)
+        if handle.is_writable:
+            await self._content.upload(core.file(handle.ino))
+
+    async def fsync(self, fh: int, datasync: bool) -> None:  # noqa: ARG002
+        """The store has the file when it returns, or it raises."""
+        core = self._started()
+        await self._content.upload(core.file(core.handles.get(fh).ino))
+
+    async def release(self, fh: int) -> None:
+        """The last close of the handle. Again, or of a handle from another mount, is harmless."""
+        core = self._started()
+        handle = core.handles.find(fh)
+        if handle is not None:
+            await self._content.release(handle)
+
+    # Directories
+
+    async def opendir(self, ino: int) -> int:
+        """A handle to read the directory's entries from."""
+        core = self._started()
+        return core.handles.open(core.directory(ino).ino, os.O_RDONLY, is_directory=True).fh
+
+    async def readdir(self, fh: int, start_id: int) -> Iterator[DirEntry]:
+        """The entries after `start_id` (0: from the start, seen anew), without `.` and `..`.
+
+        Entries come in order of their inode numbers, so that `next_id` means the same in a
+        successor and while names come and go.
+        """
+        core = self._started()
+        handle = core.handles.get(fh)
+        if start_id == 0 or handle.listing is None:
+            handle.listing = await self._list(core.directory(handle.ino))
+        return self._entries(handle.ino, handle.listing, start_id)
+
+    async def fsyncdir(self, fh: int) -> None:
+        """Names are in the store when their operations return: nothing is left to do."""
+        self._started().handles.get(fh)
+
+    async def releasedir(self, fh: int) -> None:
+        """The directory handle is closed."""
+        core = self._started()
+        handle = core.handles.find(fh)
+        if handle is not None:
+            core.handles.release(handle)
+
+    async def mkdir(self, parent_ino: int, name: bytes, mode: int) -> Attributes:
+        """A new directory, in the store when it returns. Counts one lookup of the inode."""
+        core = self._started()
+        attributes = await self._namespace.mkdir(
+            core.directory(parent_ino), decode_name(name), mode
+        )
+        core.inodes.get(attributes.ino).lookup_count += 1
+        return attributes
+
+    async def unlink(self, parent_ino: int, name: bytes) -> None:
+        """The name is gone at once; open handles live on."""
+        core = self._started()
+        await self._namespace.unlink(core.directory(parent_ino), decode_name(name))
+
+    async def rmdir(self, parent_ino: int, name: bytes) -> None:
+        """Raises ENOTEMPTY for a directory with entries, those not uploaded yet among them."""
+        core = self._started()
+        await self._namespace.rmdir(core.directory(parent_ino), decode_name(name))
+
+    async def rename(
+        self, parent_ino: int, name: bytes, new_parent_ino: int, new_name: bytes, flags: int
+    ) -> None:
+        """A file moves in one step as far as the store can; a directory file by file."""
+        core = self._started()
+        await self._namespace.rename(
+            core.directory(parent_ino),
+            decode_name(name),
+            core.directory(new_parent_ino),
+            decode_name(new_name),
+            flags,
+        )
+
+    # What a volume has not, or has in name only
+
+    async def statfs(self) -> StatFs:
+        """A volume without end."""
+        num_blocks = _STATFS_BYTES // _STATFS_BLOCK_BYTES
+        return StatFs(
+            block_size=_STATFS_BLOCK_BYTES,
+            num_blocks=num_blocks,
+            num_free_blocks=num_blocks,
+            num_files=_STATFS_FILES,
+            num_free_files=_STATFS_FILES,
+            name_max=NAME_MAX_BYTES,
+        )
+
+    async def getxattr(self, ino: int, name: bytes) -> bytes:
+        """`user.trainmount.*`: `version`, `path`, `state` (clean, dirty), `cached_bytes`. Else
+        ENODATA.
+        """
+        core = self._started()
+        inode = core.inodes.get(ino)
+        key = name.decode(errors="replace")
+        field = key.removeprefix(_XATTR_PREFIX)
+        if field == key or field not in _XATTRS or inode.is_directory:
+            raise OSError(errno.ENODATA, "no such attribute")
+        if field == "path":
+            return core.inodes.path_of(inode).encode()
+        staged = core.staged(inode)
+        if field == "state":
+            return b"clean" if staged is None else staged.state.value.encode()
+        if inode.stat is None:
+            raise OSError(errno.ENODATA, "the file is not in the store yet")
+        if field == "version":
+            return inode.stat.version.encode()
+        return str(await core.workers.call(_cached_bytes, core.blocks, inode.stat)).encode()
+
+    async def listxattr(self, ino: int) -> list[bytes]:
+        """The names that `getxattr` knows."""
+        if self._started().inodes.get(ino).is_directory:
+            return []
+        return [f"{_XATTR_PREFIX}{name}".encode() for name in _XATTRS]
+
+    async def setxattr(self, ino: int, name: bytes, value: bytes) -> None:  # noqa: ARG002
+        """A volume keeps no attributes: EPERM for our own, EOPNOTSUPP for others."""
+        self._refuse_xattr(ino, name)
+
+    async def removexattr(self, ino: int, name: bytes) -> None:
+        """As `setxattr`."""
+        self._refuse_xattr(ino, name)
+
+    # Seeing
+
+    def failed_files(self) -> list[FailedFile]:
+        """Files whose programs were told that the upload failed, and whose bytes are still here."""
+        return [
+            FailedFile(one.volume_path, one.path.stat().st_size, one.reason)
+            for one in self._started().staging.failed()
+        ]
+
+    def cache_statistics(self) -> CacheStatistics:
+        """A snapshot of the block cache's counters."""
+        return self._started().blocks.statistics()
+
+    def _started(self) -> Core:
+        if self._core is None:
+            raise OSError(errno.ENOTCONN, "the filesystem is not started")
+        return self._core
+
+    async def _list(self, directory: Inode) -> list[tuple[int, str, FileStat | None, float]]:
+        core = self._started()
+        listing = await core.metadata.list(directory)
+        names = [(name, stat.is_directory) for name, stat in listing.entries.items()]
+        core.inodes.ensure_children(directory.ino, names)
+        found: list[tuple[int, str, FileStat | None, float]] = []
+        for count, (name, stat) in enumerate(list(listing.entries.items())):
+            inode = core.adopt(directory, name, stat, listing.asked_at)
+            found.append((inode.ino, name, stat, listing.asked_at))
+            if count % 1000 == 999:
+                # A long listing must not keep reads waiting.
+                await trio.lowlevel.checkpoint()
+        listed = {ino for ino, _name, _stat, _at in found}
+        local = [one for one in core.staged_children(directory) if one.ino not in listed]
+        found.extend((one.ino, one.name, None, 0.0) for one in local)
+        found.sort()
+        if core.inodes.is_crowded():
+            for inode in core.inodes.in_memory():
+                if not inode.lookup_count:
+                    self._drop_unused(inode)
+        return found
+
+    def _entries(
+        self,
+        directory_ino: int,
+        listing: list[tuple[int, str, FileStat | None, float]],
+        start_id: int,
+    ) -> Iterator[DirEntry]:
+        core = self._started()
+        start = bisect_right(listing, start_id, key=lambda entry: entry[0])
+        for ino, name, stat, asked_at in listing[start:]:
+            try:
+                inode = core.inodes.get(ino)
+                if stat is not None and inode.stat is None and core.staged(inode) is None:
+                    inode.stat, inode.checked_at = stat, asked_at
+                attributes = core.attributes(inode)
+            except OSError:
+                # Removed since the listing, and forgotten.
+                continue
+            if (inode.parent_ino, inode.name) == (directory_ino, name):
+                yield DirEntry(name.encode(), attributes, ino)
+
+    def _drop_unused(self, inode: Inode) -> None:
+        core = self._started()
+        is_used = core.handles.is_open(inode.ino) or core.staged(inode) is not None
+        if not is_used and not inode.lock.locked():
+            core.inodes.drop(inode)
+
+    def _refuse_xattr(self, ino: int, name: bytes) -> None:
+        self._started().inodes.get(ino)
+        if name.startswith(_XATTR_PREFIX.encode()):
+            raise OSError(errno.EPERM, "this attribute is read-only")
+        raise OSError(errno.EOPNOTSUPP, "a volume keeps no extended attributes")
+
+
+def _open_core(volume: Volume, settings: MountSettings) -> Core:
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    state_path, journal_path, staging_path = state_paths(settings.state_dir)
+    schema = Intents.SCHEMA + InodeTable.SCHEMA + HandleTable.SCHEMA
+    database, _is_whole = open_database(state_path, schema, durable=False)
+    if get_meta(database, "made_ns") is None:
+        set_meta(database, "made_ns", str(time.time_ns()))
+    blocks = BlockCache(
+        settings.cache_dir / "blocks",
+        capacity_bytes=settings.cache_size_bytes,
+        block_size_bytes=settings.block_size_bytes,
+        max_fetch_bytes=settings.prefetch_fetch_bytes,
+        free_disk_floor_bytes=settings.free_disk_floor_bytes,
+    )
+    workers = Workers(settings.num_worker_threads)
+    inodes = InodeTable(database)
+    return Core(
+        volume=volume,
+        settings=settings,
+        workers=workers,
+        tree=TreeLock(),
+        inodes=inodes,
+        handles=HandleTable(database, settings.mount_id),
+        intents=Intents(database),
+        metadata=Metadata(volume, workers, inodes, settings),
+        blocks=blocks,
+        prefetcher=Prefetcher(
+            blocks,
+            max_bytes=settings.prefetch_max_bytes,
+            fetch_bytes=settings.prefetch_fetch_bytes,
+            block_size_bytes=settings.block_size_bytes,
+            num_threads=settings.num_prefetch_threads,
+        ),
+        staging=Staging(
+            staging_path,
+            Journal(journal_path),
+            free_disk_floor_bytes=settings.free_disk_floor_bytes,
+            free_space=blocks.free_space,
+        ),
+        made_ns=int(get_meta(database, "made_ns") or 0),
+    )
+
+
+def _cached_bytes(blocks: BlockCache, stat: FileStat) -> int:
+    file = blocks.open(file_key(stat))
+    try:
+        return blocks.cached_bytes_of(file)
+    finally:
+        blocks.release(file)

@@ -1,0 +1,132 @@
+"""What a mount does with local bytes that an earlier daemon left. Called by `filesystem` at start.
+
+Files that still have open handles wait for their programs. The others are uploaded, unless the
+store has something else there now than what they follow on: then they are kept aside as failed,
+with a reason, for nobody may overwrite what came later with what came before.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import Final
+
+from trainmount_files.errors import VolumeError
+from trainmount_files.volume import FileStat
+from trainmount_fuse.content import Content
+from trainmount_fuse.core import Core
+from trainmount_fuse.inodes import Inode, Link
+from trainmount_fuse.journal import StagedState
+from trainmount_fuse.staging import StagedFile, remote_stat
+
+__all__ = ["Recovery"]
+
+log = logging.getLogger(__name__)
+
+_CHANGED: Final = "the store has another version than the one these bytes follow on"
+
+
+class Recovery:
+    """The leftovers of one mount."""
+
+    def __init__(self, core: Core, content: Content) -> None:
+        self._core = core
+        self._content = content
+
+    def sort(self) -> list[Inode]:
+        """Before the first request: give leftovers their inodes, drop what nobody needs.
+
+        Returns the inodes whose bytes `upload` is to send.
+        """
+        core = self._core
+        pending: list[Inode] = []
+        for ino in core.staging.inos():
+            staged = core.staging.find(ino)
+            if staged is None:
+                continue
+            is_open = core.handles.is_open(ino)
+            if staged.state is StagedState.ORPHAN or staged.state is StagedState.CLEAN:
+                if not is_open:
+                    core.staging.discard(staged)
+                continue
+            inode = self._inode_of(staged)
+            if not is_open:
+                pending.append(inode)
+        if not core.handles.is_successor:
+            pending.extend(self._failed_ones())
+        return pending
+
+    async def upload(self, pending: list[Inode]) -> None:
+        """Send them, one after the other. An error leaves a file as failed, and the others go on."""
+        for inode in pending:
+            try:
+                await self._upload_one(inode)
+            except Exception:
+                log.exception("A file left by an earlier daemon is not uploaded yet")
+
+    async def _upload_one(self, inode: Inode) -> None:
+        core = self._core
+        async with core.tree.shared(), inode.lock:
+            staged = core.staged(inode)
+            if staged is None or staged.state is not StagedState.DIRTY:
+                return
+            if inode.link is not Link.LINKED or core.handles.is_open(inode.ino):
+                return
+            fields = {"path": staged.volume_path}
+            try:
+                stat = await core.workers.call(_send_if_unchanged, core, staged)
+            except (VolumeError, OSError) as error:
+                log.error(
+                    "A file left by an earlier daemon could not be uploaded; its bytes are kept",
+                    extra={**fields, "reason": str(error)},
+                )
+                await core.workers.call(core.staging.fail, staged, str(error))
+                inode.stat = inode.told = inode.cached = None
+                core.doubt(inode)
+                return
+            self._content.note_uploaded(inode, stat)
+            await core.workers.call(core.staging.discard, staged)
+            log.info("A file left by an earlier daemon was uploaded", extra=fields)
+
+    def _failed_ones(self) -> list[Inode]:
+        core = self._core
+        found: list[Inode] = []
+        for staged in core.staging.failed():
+            # Bytes that follow on another version than the store's fail again; that costs a stat.
+            inode = self._inode_at(staged.volume_path)
+            if core.staging.find(inode.ino) is None:
+                core.staging.adopt_failed(staged, inode.ino)
+                found.append(inode)
+        return found
+
+    def _inode_of(self, staged: StagedFile) -> Inode:
+        core = self._core
+        try:
+            inode = core.inodes.get(staged.ino)
+            if not inode.is_directory and core.inodes.path_of(inode) == staged.volume_path:
+                return inode
+        except OSError:
+            log.info("Inode numbers were lost", extra={"path": staged.volume_path})
+        inode = self._inode_at(staged.volume_path)
+        core.staging.assign(staged, inode.ino)
+        return inode
+
+    def _inode_at(self, path: str) -> Inode:
+        core = self._core
+        *directories, name = path.split("/")
+        parent = core.inodes.root
+        for directory in directories:
+            parent = core.inodes.ensure_child(parent.ino, directory, is_directory=True)
+        return core.inodes.ensure_child(parent.ino, name, is_directory=False)
+
+
+def _send_if_unchanged(core: Core, staged: StagedFile) -> FileStat:
+    found = remote_stat(core.volume, staged.volume_path)
+    version = None if found is None else found.version
+    if version == staged.base_version:
+        return core.staging.upload(staged, core.volume, staged.volume_path)
+    if found is not None and core.staging.has_content_of(staged, core.volume, found):
+        # The predecessor died between its upload and the journal.
+        core.staging.mark_uploaded(staged, found)
+        return found
+    raise OSError(errno.ESTALE, _CHANGED)
