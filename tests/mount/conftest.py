@@ -242,12 +242,15 @@ class Reader:
     """A process with several threads that reads at random and checks every word
     (session_reader.py)."""
 
-    def __init__(self, file: Path, counter: Path, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self, file: Path, counter: Path, prefix: Sequence[str] = (), python: str = sys.executable
+    ) -> None:
         self._counter = counter
         counter.write_bytes(bytes(8))
+        counter.chmod(0o666)
         program = Path(__file__).with_name("session_reader.py")
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(program), str(file), str(counter)],
+            [*prefix, python, str(program), str(file), str(counter)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -281,8 +284,10 @@ def read_at_random(tmp_path: Path) -> Iterator[Callable[..., Reader]]:
     offset."""
     readers: list[Reader] = []
 
-    def start(file: Path, prefix: Sequence[str] = ()) -> Reader:
-        readers.append(Reader(file, tmp_path / f"reader-{len(readers)}", prefix))
+    def start(
+        file: Path, prefix: Sequence[str] = (), python: str = sys.executable, root: Path = tmp_path
+    ) -> Reader:
+        readers.append(Reader(file, root / f"reader-{len(readers)}", prefix, python))
         return readers[-1]
 
     yield start
