@@ -36,11 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     down = command("down", "take a cluster down; nothing of it is left")
     down.add_argument("--all", action="store_true", help="every rig of this machine")
     command("status", "show the rigs of this machine", named=False)
-    kubectl = command("kubectl", "run kubectl on the cluster")
-    kubectl.add_argument("arguments", nargs=argparse.REMAINDER)
+    command("kubectl", "run kubectl on the cluster")
     shell = command("shell", "run a command (default: bash) inside a node's namespaces")
     shell.add_argument("machine", help="node-1, node-2, ... or control-plane")
-    shell.add_argument("arguments", nargs=argparse.REMAINDER)
     for name, text in (
         ("kill-node", "kill -9 of a node's first process"),
         ("start-node", "start a killed node on its old disk"),
@@ -100,8 +98,19 @@ def _copy_images(folder: Path, *, with_torch: bool) -> None:
         print(shutil.copy(archive, folder))
 
 
+def _parse(argv: list[str]) -> argparse.Namespace:
+    # What comes after `kubectl` or `shell MACHINE` is somebody else's, options included.
+    head = len(argv)
+    if argv[:1] in (["kubectl"], ["shell"]):
+        head = 3 if argv[1:2] == ["--name"] else 1
+        head += argv[0] == "shell"
+    arguments = _parser().parse_args(argv[:head])
+    arguments.arguments = argv[head:]
+    return arguments
+
+
 if __name__ == "__main__":
     try:
-        _run(_parser().parse_args())
+        _run(_parse(sys.argv[1:]))
     except RigError as error:
         sys.exit(f"error: {error}")

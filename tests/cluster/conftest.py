@@ -16,16 +16,18 @@ from uuid import uuid4
 import helm_python
 import pytest
 
+HERE = Path(__file__).resolve().parent
 # The rig is a package of this folder and of no installation.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(HERE))
 
-from rig.cluster import Rig
-from rig.kubectl import Kubectl
-from rig.locations import PROJECT, Progress
-from rig.under_test import GPUS_PER_NODE, ClusterUnderTest
+from rig.cluster import Rig  # noqa: E402
+from rig.kubectl import Kubectl  # noqa: E402
+from rig.locations import PROJECT, Progress  # noqa: E402
+from rig.under_test import GPUS_PER_NODE, ClusterUnderTest  # noqa: E402
 
 NAMESPACE = "trainmount-system"
 RELEASE = "trainmount"
+TIMEOUT_SECONDS = 1800
 
 
 @pytest.fixture(scope="session")
@@ -103,6 +105,13 @@ def installed(
         yield NAMESPACE
     finally:
         helm.uninstall(RELEASE, wait="watcher", timeout=120, ignore_not_found=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests here longer than others have: the first one may build the cluster's programs."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
 
 
 @pytest.hookimpl(wrapper=True)

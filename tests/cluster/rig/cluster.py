@@ -179,7 +179,7 @@ class Rig:
             lambda: f"the API server: {self.kubectl.run('get', '--raw', '/readyz').stderr.strip()}",
             lambda: self.kubectl.run("get", "--raw", "/readyz").returncode == 0,
         )
-        self.kubectl.apply(HERE / "coredns.yaml")
+        self.kubectl.apply(HERE / "coredns.yaml", namespace="kube-system")
         self.wait_ready(progress=progress)
 
     def down(self) -> None:

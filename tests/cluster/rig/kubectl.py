@@ -61,11 +61,17 @@ class Kubectl:
         items: list[dict[str, Any]] = self.json(*arguments)["items"]
         return items
 
-    def apply(self, manifest: str | Path | dict[str, Any] | list[dict[str, Any]]) -> str:
-        """Apply a file, YAML text, an object or several."""
+    def apply(
+        self,
+        manifest: str | Path | dict[str, Any] | list[dict[str, Any]],
+        *,
+        namespace: str = "default",
+    ) -> str:
+        """Apply a file, YAML text, an object or several; `namespace` is for those that name
+        none."""
         if isinstance(manifest, Path):
-            return self("apply", "-f", str(manifest))
+            return self("apply", "-n", namespace, "-f", str(manifest))
         if isinstance(manifest, list):
             manifest = {"apiVersion": "v1", "kind": "List", "items": manifest}
         text = manifest if isinstance(manifest, str) else json.dumps(manifest)
-        return self("apply", "-f", "-", stdin=text)
+        return self("apply", "-n", namespace, "-f", "-", stdin=text)
