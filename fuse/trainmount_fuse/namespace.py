@@ -46,16 +46,17 @@ class Namespace:
         core.require_writable()
         async with core.tree.shared(), directory.lock:
             child, _asked_at = await core.resolve(directory, name, 0.0)
-            is_repeated = core.intents.claim("create", directory.ino, name) is not None
+            is_claimed = core.intents.claim("create", directory.ino, name) is not None
             if child is None:
                 return await self._create_new(directory, name, mode, flags)
         if child.is_directory:
             raise OSError(errno.EISDIR, "is a directory")
-        if flags & os.O_EXCL and not is_repeated:
-            raise OSError(errno.EEXIST, "file exists")
+        # Nobody can have closed a handle that the kernel was never told of.
         given = core.handles.newest(child.ino)
-        if is_repeated and core.staged(child) is not None and given is not None:
+        if is_claimed and given is not None and core.staged(child) is not None:
             return OpenFile(given.fh), core.attributes(child)
+        if flags & os.O_EXCL:
+            raise OSError(errno.EEXIST, "file exists")
         # Made elsewhere since the kernel looked: its size is told together with the handle.
         core.attributes(child)
         opened = await self._content.open(child, flags)

@@ -1,0 +1,137 @@
+"""Two nodes over one volume: what the second one sees, and when."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import trio
+
+
+async def test_an_open_after_another_nodes_close_sees_its_bytes_and_size(world: Any) -> None:
+    """M1: with cached attributes and pages of the old content, at another and at the same length."""
+    a, b = await world.node("a"), await world.node("b")
+    await a.write("f", b"twelve bytes")
+    assert (await b.stat("f")).size == 12
+    assert await b.read("f") == b"twelve bytes"
+    for new in (b"fourteen bytes", b"14 other bytes", b"!"):
+        await a.write("f", new)
+        fh = await b.open("f")
+        assert (await b.stat("f")).size == len(new)
+        assert bytes(await b.fs.read(fh, 0, 100)) == new
+        await b.close(fh)
+
+
+async def test_the_kernels_pages_are_kept_while_the_version_stands_and_not_longer(
+    world: Any,
+) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await a.write("f", b"one")
+    ino = (await b.stat("f")).ino
+    assert (await b.fs.open(ino, os.O_RDONLY)).keep_cache is False
+    second = await b.fs.open(ino, os.O_RDONLY)
+    assert second.keep_cache is True
+    for fh in (1, 2):
+        await b.fs.release(fh)
+    await a.write("f", b"two")
+    fh = await b.open("f")
+    assert await b.read_handle(fh) == b"two"
+    await b.close(fh)
+    assert (await b.fs.open(ino, os.O_RDONLY)).keep_cache is True
+
+
+async def test_a_follower_reads_each_record_that_was_appended(world: Any) -> None:
+    """M2, in small: attributes come with the listing, then the tail is read."""
+    times = {f"{kind}_timeout_seconds": 0.0 for kind in ("entry", "attr", "directory")}
+    a, b = await world.node("a"), await world.node("b", **times)
+    held = None
+    for count in range(30):
+        record = b"record %04d\n" % count
+        await a.append("events", record)
+        size = (await b.entries())["events"].size
+        assert size == len(record) * (count + 1)
+        fh = await b.open("events")
+        assert bytes(await b.fs.read(fh, size - len(record), len(record))) == record
+        await b.close(fh)
+        if held is None:
+            held = await b.open("events")
+    # A handle from before gives what it was opened at.
+    assert await b.read_handle(held) == b"record 0000\n"
+    await b.close(held)
+
+
+async def test_a_listing_shows_another_nodes_file_within_its_timeout(world: Any) -> None:
+    a, b = await world.node("a"), await world.node("b", directory_timeout_seconds=0.2)
+    assert await b.entries() == {}
+    await a.write("f", b"1")
+    started = trio.current_time()
+    while "f" not in await b.entries():
+        assert trio.current_time() - started < 10
+        await trio.sleep(0.01)
+    assert trio.current_time() - started >= 0.0
+    assert (await b.entries())["f"].size == 1
+
+
+async def test_a_name_cached_as_missing_is_found_within_its_timeout(world: Any) -> None:
+    a, b = await world.node("a"), await world.node("b", negative_timeout_seconds=0.2)
+    assert not await b.exists("f")
+    answer = await b.fs.lookup(1, b"f")
+    assert answer.ino == 0
+    assert 0 < answer.entry_timeout_seconds <= 0.2
+    await a.write("f", b"1")
+    with trio.fail_after(10):
+        while not await b.exists("f"):
+            await trio.sleep(0.01)
+
+
+async def test_a_local_create_ends_a_cached_absence_at_once(world: Any) -> None:
+    b = await world.node("b", negative_timeout_seconds=1000.0, directory_timeout_seconds=1000.0)
+    assert not await b.exists("f")
+    assert await b.entries() == {}
+    await b.write("f", b"1")
+    assert (await b.stat("f")).size == 1
+    assert set(await b.entries()) == {"f"}
+    await b.unlink("f")
+    assert not await b.exists("f")
+    assert await b.entries() == {}
+    await b.mkdir("d")
+    assert set(await b.entries()) == {"d"}
+
+
+async def test_appending_on_two_nodes_in_turn_loses_nothing(world: Any) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    for count in range(10):
+        await (a if count % 2 else b).append("log", b"%d" % count)
+    assert world.remote_files() == {"log": b"0123456789"}
+
+
+async def test_the_last_close_wins_whole(world: Any) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await a.write("f", b"base")
+    fa, fb = await a.open("f", os.O_RDWR), await b.open("f", os.O_RDWR)
+    await a.fs.write(fa, 0, b"AAAAAA")
+    await b.fs.write(fb, 2, b"BB")
+    await b.close(fb)
+    assert world.remote_files() == {"f": b"baBB"}
+    await a.close(fa)
+    assert world.remote_files() == {"f": b"AAAAAA"}
+    assert await b.read("f") == b"AAAAAA"
+
+
+async def test_training_data_that_nobody_changes_is_opened_without_asking_again(
+    world: Any,
+) -> None:
+    times = {
+        f"{kind}_timeout_seconds": 1000.0
+        for kind in ("entry", "attr", "directory", "negative", "open")
+    }
+    for number in range(20):
+        (world.remote / f"f{number}").write_bytes(b"%d" % number)
+    b = await world.node("b", **times)
+    names = list(await b.entries())
+    for _epoch in range(2):
+        for name in names:
+            assert await b.read(name) == name[1:].encode()
+    assert b.volume.calls["stat"] == 0
+    assert b.volume.calls["list"] == 1
+    assert b.volume.calls["read"] == 20

@@ -1,0 +1,219 @@
+"""What a killed daemon leaves, and what its successor or the next mount does with it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+
+from trainmount_files.errors import Unavailable
+from trainmount_fuse.attributes import ROOT_INO
+
+WRONLY_NEW = os.O_CREAT | os.O_WRONLY
+
+
+def _store_down(operation: str, path: str) -> None:
+    raise Unavailable(operation, path, "connection refused")
+
+
+async def test_open_handles_read_and_write_on_in_a_successor(world: Any) -> None:
+    data = os.urandom(50_000)
+    (world.remote / "r").write_bytes(data)
+    a = await world.node()
+    reader = await a.open("r")
+    writer = await a.open("w", WRONLY_NEW)
+    await a.fs.write(writer, 0, b"before ")
+    assert bytes(await a.fs.read(reader, 0, 100)) == data[:100]
+    await a.crash()
+    assert await a.read_handle(reader) == data
+    await a.fs.write(writer, 7, b"after")
+    assert world.remote_files() == {"r": data}
+    await a.close(writer)
+    assert world.remote_files() == {"r": data, "w": b"before after"}
+    await a.crash()
+    await a.close(reader)
+    assert await world.errno_from(a.fs.read(reader, 0, 1)) == errno.EBADF
+
+
+async def test_a_successor_does_not_mix_versions_in_an_old_handle(world: Any) -> None:
+    old, new = os.urandom(50_000), os.urandom(50_000)
+    (world.remote / "f").write_bytes(old)
+    a, b = await world.node("a", prefetch_max_bytes=0), await world.node("b")
+    fh = await a.open("f")
+    assert bytes(await a.fs.read(fh, 0, 4096)) == old[:4096]
+    await a.crash()
+    await b.write("f", new)
+    assert await a.read("f") == new
+    assert bytes(await a.fs.read(fh, 0, 4096)) == old[:4096]
+    assert await world.errno_from(a.fs.read(fh, 40_000, 10), transfer=True) == errno.ESTALE
+
+
+async def test_files_left_dirty_are_uploaded_by_the_next_mount(world: Any) -> None:
+    a = await world.node()
+    await a.mkdir("d")
+    contents = {f"d/f{number}": os.urandom(10_000) for number in range(5)}
+    for name, data in contents.items():
+        fh = await a.open(name, WRONLY_NEW)
+        await a.fs.write(fh, 0, data)
+    await a.remount()
+    await a.settled(lambda: world.remote_files() == contents, "all left files are in the store")
+    for name, data in contents.items():
+        assert await a.read(name) == data
+    await a.settled(lambda: a.staging_files() == [], "nothing is staged any more")
+
+
+async def test_a_left_file_can_be_read_before_it_is_uploaded(world: Any) -> None:
+    a = await world.node()
+    fh = await a.open("f", WRONLY_NEW)
+    await a.fs.write(fh, 0, b"left")
+    a.volume.fault = _store_down
+    await a.crash()
+    assert await a.read("f") == b"left"
+    a.volume.fault = None
+    await a.close(fh)
+    assert world.remote_files() == {"f": b"left"}
+
+
+async def test_files_closed_with_an_error_are_uploaded_by_the_next_mount(world: Any) -> None:
+    """M29: the store is down at close; none is dropped, none is cut."""
+    a = await world.node()
+    contents = {f"f{number}": os.urandom(20_000) for number in range(5)}
+    handles = {name: await a.open(name, WRONLY_NEW) for name in contents}
+    a.volume.fault = _store_down
+    for name, fh in handles.items():
+        await a.fs.write(fh, 0, contents[name])
+        assert await world.errno_from(a.close(fh), transfer=True) == errno.EIO
+    assert sorted(one.path for one in a.fs.failed_files()) == sorted(contents)
+    assert world.remote_files() == {}
+    await a.remount()
+    await a.settled(lambda: len(a.fs.failed_files()) == 5, "each failed again, still kept")
+    a.volume.fault = None
+    await a.remount()
+    await a.settled(lambda: world.remote_files() == contents, "all are in the store, whole")
+    await a.settled(lambda: a.staging_files() == [], "nothing is staged any more")
+
+
+async def test_left_bytes_never_overwrite_what_came_later(world: Any) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await a.write("f", b"base")
+    fh = await a.open("f", os.O_WRONLY)
+    await a.fs.write(fh, 0, b"left by a")
+    await b.write("f", b"later by b")
+    await a.remount()
+    await a.settled(lambda: len(a.fs.failed_files()) == 1, "the left bytes are set aside")
+    assert world.remote_files() == {"f": b"later by b"}
+    assert await a.read("f") == b"later by b"
+    failed = a.fs.failed_files()[0]
+    assert (failed.path, failed.size_bytes) == ("f", 9)
+    assert "another version" in failed.reason
+
+
+async def test_inode_numbers_that_were_lost_do_not_lose_left_files(world: Any) -> None:
+    a = await world.node()
+    await a.mkdir("d")
+    fh = await a.open("d/f", WRONLY_NEW)
+    await a.fs.write(fh, 0, b"precious")
+    for path in a.settings.state_dir.glob("state.db*"):
+        path.write_bytes(b"this is no database" * 1000)
+    await a.remount()
+    await a.settled(lambda: world.remote_files() == {"d/f": b"precious"}, "it is uploaded")
+    assert await a.read("d/f") == b"precious"
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_each_request_may_be_repeated_after_the_daemon_died_in_it(
+    world: Any, moment: str
+) -> None:
+    """The kernel repeats what was never answered, whether or not it had been carried out."""
+    a = await world.node()
+    await a.write("gone", b"1")
+    await a.write("old", b"2")
+    await a.write("target", b"3")
+    await a.mkdir("empty")
+    source_ino = (await a.stat("old")).ino
+
+    async def repeat(request: Any) -> Any:
+        """Die before or after the request took effect, then get it again."""
+        if moment == "after":
+            await request()
+        await a.crash()
+        return await request()
+
+    await repeat(lambda: a.fs.unlink(ROOT_INO, b"gone"))
+    assert not await a.exists("gone")
+    await repeat(lambda: a.fs.rename(ROOT_INO, b"old", ROOT_INO, b"target", 0))
+    assert world.remote_files() == {"target": b"2"}
+    assert (await a.stat("target")).ino == source_ino
+    await repeat(lambda: a.fs.mkdir(ROOT_INO, b"d", 0o755))
+    assert (await a.stat("d")).is_directory
+    await repeat(lambda: a.fs.rmdir(ROOT_INO, b"empty"))
+    assert not await a.exists("empty")
+    await repeat(lambda: a.fs.rename(ROOT_INO, b"d", ROOT_INO, b"e", 0))
+    assert (await a.stat("e")).is_directory
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    opened, attributes = await repeat(lambda: a.fs.create(ROOT_INO, b"new", 0o644, flags))
+    assert (await a.stat("new")).ino == attributes.ino
+    assert await repeat(lambda: a.fs.write(opened.fh, 0, b"data")) == 4
+    await repeat(lambda: a.fs.flush(opened.fh))
+    await repeat(lambda: a.fs.release(opened.fh))
+    assert world.remote_files() == {"target": b"2", "new": b"data"}
+    assert a.staging_files() == []
+    # A second request of a new program is no repetition.
+    assert await world.errno_from(a.fs.create(ROOT_INO, b"new", 0o644, flags)) == errno.EEXIST
+    await a.crash()
+    await a.unlink("new")
+    assert await world.errno_from(a.fs.unlink(ROOT_INO, b"new")) == errno.ENOENT
+
+
+class _Killed(BaseException):
+    """The process ends between what the store did and what we wrote down."""
+
+
+@pytest.mark.parametrize("operation", ["upload", "delete", "rename", "make_directory"])
+async def test_a_request_cut_off_behind_the_stores_answer_is_completed_when_repeated(
+    world: Any, operation: str
+) -> None:
+    a = await world.node()
+    await a.write("one", b"1")
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    opened, _ = await a.fs.create(ROOT_INO, b"two", 0o644, flags)
+    await a.fs.write(opened.fh, 0, b"2")
+    requests = {
+        "upload": lambda: a.fs.flush(opened.fh),
+        "delete": lambda: a.fs.unlink(ROOT_INO, b"one"),
+        "rename": lambda: a.fs.rename(ROOT_INO, b"one", ROOT_INO, b"moved", 0),
+        "make_directory": lambda: a.fs.mkdir(ROOT_INO, b"d", 0o755),
+    }
+
+    def kill(done: str, path: str) -> None:
+        if done == operation:
+            a.volume.after = None
+            raise _Killed
+
+    a.volume.after = kill
+    with pytest.raises(_Killed):
+        await requests[operation]()
+    await a.crash()
+    await requests[operation]()
+    await a.close(opened.fh)
+    expected = {
+        "upload": {"one": b"1", "two": b"2"},
+        "delete": {"two": b"2"},
+        "rename": {"moved": b"1", "two": b"2"},
+        "make_directory": {"one": b"1", "two": b"2"},
+    }
+    assert world.remote_files() == expected[operation]
+    names = {*expected[operation], *(["d"] if operation == "make_directory" else [])}
+    assert set(await a.entries()) == names
+    assert a.staging_files() == []
+
+
+async def test_stop_uploads_what_programs_still_have_open(world: Any) -> None:
+    a = await world.node()
+    fh = await a.open("f", WRONLY_NEW)
+    await a.fs.write(fh, 0, b"data")
+    await a.fs.stop()
+    assert world.remote_files() == {"f": b"data"}
+    assert await world.errno_from(a.fs.getattr(ROOT_INO)) == errno.ENOTCONN
