@@ -59,6 +59,11 @@ def _answering(operation: str, ino_or_fh: int) -> Iterator[None]:
                 "a request failed",
                 extra={"operation": operation, "errno": code, "reason": str(error)},
             )
+        else:
+            logger.debug(
+                "a request was refused",
+                extra={"operation": operation, "on": ino_or_fh, "errno": code},
+            )
         raise pyfuse3.FUSEError(code) from error
     except Exception as error:
         logger.exception(
@@ -217,6 +222,9 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
             return answer
 
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
+        if not name.startswith(b"user."):
+            # The kernel itself asks for `security.*` and `system.*`, often.
+            raise pyfuse3.FUSEError(errno.ENODATA)
         with _answering("getxattr", inode):
             return await self._filesystem.getxattr(inode, name)
 

@@ -105,10 +105,10 @@ def _mount_in_foreground(options: argparse.Namespace) -> int:
     from trainmount_fuse.session.supervisor import SupervisorOptions
     from trainmount_fuse.settings import MountSettings
 
-    home = _home(options)
+    name = _name(options)
     given = {
-        "cache_dir": options.cache_dir or _base("XDG_CACHE_HOME", ".cache") / home,
-        "state_dir": options.state_dir or _base("XDG_STATE_HOME", ".local/state") / home,
+        "cache_dir": options.cache_dir or _base("XDG_CACHE_HOME", ".cache") / "cache" / name,
+        "state_dir": options.state_dir or _base("XDG_STATE_HOME", ".local/state") / "state" / name,
         "cache_size_bytes": options.cache_size,
         "read_only": options.read_only,
         "allow_other": options.allow_other,
@@ -134,7 +134,7 @@ def _mount_in_foreground(options: argparse.Namespace) -> int:
 
 def _mount_behind(options: argparse.Namespace) -> int:
     """Start the holder in a session of its own, and end when a daemon answers."""
-    log = _base("XDG_STATE_HOME", ".local/state") / f"{_home(options)}.log"
+    log = _base("XDG_STATE_HOME", ".local/state") / "log" / f"{_name(options)}.log"
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [sys.executable, "-m", "trainmount_fuse", *options.arguments]
     reader, writer = os.pipe()
@@ -206,16 +206,14 @@ def _self_test(_options: argparse.Namespace) -> int:
     return EXIT_ENDED if fault is None else EXIT_FAILED
 
 
-def _home(options: argparse.Namespace) -> Path:
-    """The folder name of this mount's own files, the same for the same source at the same place."""
+def _name(options: argparse.Namespace) -> str:
+    """Names this mount's own files: the same for the same source at the same place."""
     place = f"{options.source}\0{options.mountpoint.absolute()}"
-    return (
-        Path("trainmount") / hashlib.sha256(place.encode(errors="surrogateescape")).hexdigest()[:16]
-    )
+    return hashlib.sha256(place.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _base(variable: str, default: str) -> Path:
-    return Path(os.environ.get(variable) or Path.home() / default)
+    return Path(os.environ.get(variable) or Path.home() / default) / "trainmount"
 
 
 def _size(text: str) -> int:

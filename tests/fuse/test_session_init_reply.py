@@ -8,6 +8,7 @@ import pytest
 
 from trainmount_fuse.session.init_reply import (
     DEFAULT_MAX_PAGES,
+    HANDLE_KILLPRIV_V2,
     HAS_RESEND,
     INIT_EXT,
     MAX_PAGES,
@@ -71,7 +72,7 @@ def test_the_reply_asks_for_what_pyfuse3_cannot_and_changes_nothing_else():
     old = _reply()
     new = improved_reply(old, InitRequest.parse(_request()), KernelLimits(), pages_limit=4096)
     before, after = _fields(old), _fields(new)
-    assert after[3] == before[3] | PARALLEL_DIROPS
+    assert after[3] == before[3] | PARALLEL_DIROPS | HANDLE_KILLPRIV_V2
     assert after[4:6] == (64, 48)
     assert after[8] == 4096
     assert after[2] >= before[2]
@@ -93,10 +94,23 @@ def test_pages_stay_as_they_are_where_they_were_not_negotiated():
     assert _fields(new)[8] == 256
 
 
-def test_parallel_directory_operations_are_not_asked_of_a_kernel_that_does_not_offer_them():
-    request = InitRequest.parse(_request(flags=(OFFERED & ~PARALLEL_DIROPS) | INIT_EXT))
+@pytest.mark.parametrize("flag", [PARALLEL_DIROPS, HANDLE_KILLPRIV_V2])
+def test_what_a_kernel_does_not_offer_is_not_asked_of_it(flag):
+    request = InitRequest.parse(_request(flags=(OFFERED & ~flag) | INIT_EXT))
     new = improved_reply(_reply(), request, KernelLimits(), pages_limit=256)
-    assert not _fields(new)[3] & PARALLEL_DIROPS
+    assert not _fields(new)[3] & flag
+
+
+@pytest.mark.parametrize(
+    ("flag", "limits"),
+    [
+        (PARALLEL_DIROPS, KernelLimits(parallel_directory_operations=False)),
+        (HANDLE_KILLPRIV_V2, KernelLimits(drop_privileges_here=False)),
+    ],
+)
+def test_what_is_turned_off_is_not_asked_for(flag, limits):
+    new = improved_reply(_reply(), InitRequest.parse(_request()), limits, pages_limit=256)
+    assert not _fields(new)[3] & flag
 
 
 @pytest.mark.parametrize(

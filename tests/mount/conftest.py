@@ -4,6 +4,7 @@ leaves."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -238,19 +239,17 @@ def open_path() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-class Reader:
-    """A process with several threads that reads at random and checks every word
-    (session_reader.py)."""
+class Counted:
+    """A program of this folder that works until its standard input ends, and counts what went
+    well."""
 
-    def __init__(
-        self, file: Path, counter: Path, prefix: Sequence[str] = (), python: str = sys.executable
-    ) -> None:
+    def __init__(self, program: str, where: Path, counter: Path, prefix: Sequence[str]) -> None:
         self._counter = counter
         counter.write_bytes(bytes(8))
         counter.chmod(0o666)
-        program = Path(__file__).with_name("session_reader.py")
+        path = str(Path(__file__).with_name(program))
         self.process = subprocess.Popen(
-            [*prefix, python, str(program), str(file), str(counter)],
+            [*prefix, path, str(where), str(counter)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -262,15 +261,16 @@ class Reader:
         return int.from_bytes(self._counter.read_bytes(), "little")
 
     def wait_for_more(self, more: int = 50) -> None:
-        """Wait until `more` further reads were right."""
+        """Wait until `more` further pieces of work went well."""
         goal = self.count + more
-        wait_until(lambda: self.count >= goal or self.process.poll() is not None, "further reads")
+        wait_until(lambda: self.count >= goal or self.process.poll() is not None, "further work")
         assert self.process.poll() is None, self.process.communicate()[0]
 
-    def finish(self) -> None:
-        """End it; fails where a read failed or was wrong."""
+    def finish(self) -> str:
+        """End it and return what it said; fails where anything in it failed or was wrong."""
         output, _ = self.process.communicate("", timeout=DEADLINE_SECONDS)
         assert self.process.returncode == 0, output
+        return output
 
     def clean(self) -> None:
         if self.process.poll() is None:
@@ -279,17 +279,28 @@ class Reader:
 
 
 @pytest.fixture
-def read_at_random(tmp_path: Path) -> Iterator[Callable[..., Reader]]:
-    """`read_at_random(file)` starts a Reader on a file whose every 8-byte word is its own
-    offset."""
-    readers: list[Reader] = []
+def run_counted(tmp_path: Path) -> Iterator[Callable[..., Counted]]:
+    """`run_counted(program, where)` starts session_reader.py or session_writer.py.
+
+    `prefix` is a command that starts Python, `root` a folder that this user may write.
+    """
+    running: list[Counted] = []
 
     def start(
-        file: Path, prefix: Sequence[str] = (), python: str = sys.executable, root: Path = tmp_path
-    ) -> Reader:
-        readers.append(Reader(file, root / f"reader-{len(readers)}", prefix, python))
-        return readers[-1]
+        program: str,
+        where: Path,
+        prefix: Sequence[str] = (sys.executable,),
+        root: Path = tmp_path,
+    ) -> Counted:
+        running.append(Counted(program, where, root / f"counter-{len(running)}", prefix))
+        return running[-1]
 
     yield start
-    for reader in readers:
-        reader.clean()
+    for one in running:
+        one.clean()
+
+
+@pytest.fixture
+def read_at_random(run_counted: Callable[..., Counted]) -> Callable[..., Counted]:
+    """`read_at_random(file)` checks a file whose every 8-byte word is its own offset."""
+    return functools.partial(run_counted, "session_reader.py")

@@ -40,8 +40,8 @@ def test_an_ordinary_user_mounts_in_a_namespace_of_their_own_and_survives_kills(
     pid = str(mount.process.pid)
     inside = (*nobody.prefix, "nsenter", "--user", "--mount", "--preserve-credentials", "-t", pid)
     assert find_mount(mount.mountpoint) is None
-    enter = (*inside, "env", *_assignments(nobody))
-    reader = read_at_random(mount.mountpoint / "f", enter, nobody.python, place)
+    enter = (*inside, "env", *_assignments(nobody), nobody.python)
+    reader = read_at_random(mount.mountpoint / "f", prefix=enter, root=place)
     for _ in range(2):
         reader.wait_for_more()
         mount.kill_daemon()

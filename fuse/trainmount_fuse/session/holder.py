@@ -90,8 +90,10 @@ def hold(options: HolderOptions) -> int:
     Raises:
         MountError: nothing is mounted then.
     """
-    check_volume(options.settings.source)
     settings = options.settings
+    if settings.cache_dir == settings.state_dir:
+        raise MountError("the cache and the state need two folders (--cache-dir, --state-dir)")
+    check_volume(settings.source)
     with ExitStack() as stack:
         for folder in (settings.state_dir, settings.cache_dir):
             stack.enter_context(_locked(folder))
