@@ -19,7 +19,6 @@ from trainmount_files.errors import (
 )
 from trainmount_files.open import open_volume
 from trainmount_files.volume import (
-    MIB,
     ByteRange,
     Capabilities,
     FileStat,
@@ -30,7 +29,6 @@ from trainmount_files.volume import (
 )
 
 __all__ = [
-    "MIB",
     "AlreadyExists",
     "ByteRange",
     "Cancelled",

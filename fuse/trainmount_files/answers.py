@@ -99,7 +99,8 @@ def error_of(
         return DirectoryNotEmpty(operation, path, text)
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status)
     if kind is None:
-        kind = InvalidRequest if 400 <= status < 500 else Unavailable
+        # A redirect is not followed: it would carry the token to another host.
+        kind = Unsupported if status < 400 else InvalidRequest if status < 500 else Unavailable
     return kind(operation, path, text)
 
 

@@ -93,10 +93,13 @@ class FilesApi:
         self._clock = clock
 
     def attempts(
-        self, cancel: Cancellation | None = None, policy: RetryPolicy | None = None
+        self, cancel: Cancellation | None = None, within_seconds: float | None = None
     ) -> Attempts:
-        """The tries of one request."""
-        return Attempts(policy or self._retry, cancel=cancel, clock=self._clock)
+        """The tries of one request; `within_seconds` shortens the policy's deadline."""
+        policy = self._retry
+        if within_seconds is not None and within_seconds < policy.deadline_seconds:
+            policy = replace(policy, deadline_seconds=within_seconds)
+        return Attempts(policy, cancel=cancel, clock=self._clock)
 
     def url(self, target: str, query: Mapping[str, str | int] | None = None) -> str:
         """The whole URL; holds no secret unless the query does."""
@@ -109,7 +112,7 @@ class FilesApi:
         *,
         body: BodySource | None = None,
         cancel: Cancellation | None = None,
-        policy: RetryPolicy | None = None,
+        within_seconds: float | None = None,
     ) -> Outcome:
         """Send `call` until there is an answer that another try would not change, or the deadline
         is over.
@@ -117,14 +120,15 @@ class FilesApi:
         `body` is called once for each try. Never raises for what the server says: `Outcome.error`
         holds it. Raises what a body's file raises, Cancelled and Unauthenticated.
         """
-        attempts = self.attempts(cancel, policy)
+        attempts = self.attempts(cancel, within_seconds)
         url = self.url(call.target, call.query)
         uncertain = False
         renewed = False
         while True:
             authentication = self.credentials.headers()
             reply, error, retry_after, sent = self._once(call, url, authentication, body)
-            if error is None or not isinstance(error, Unavailable):
+            may_pass = reply is None or reply.status in RETRYABLE_STATUSES
+            if error is None or not (may_pass and isinstance(error, Unavailable)):
                 if reply is not None and reply.status == 401 and not renewed:
                     # A token may have ended between two requests; its source then has a new one.
                     renewed = True

@@ -42,6 +42,7 @@ from trainmount_files.errors import (
     PreconditionFailed,
 )
 from trainmount_files.paths import STAGING_NAME, join, split
+from trainmount_files.per_process import PerProcess
 from trainmount_files.volume import Buffer, ByteRange, Capabilities, FileStat, Page, Upload
 
 __all__ = ["DirectoryVolume"]
@@ -77,9 +78,7 @@ class DirectoryVolume:
         if not self._root.is_dir():
             raise NotADirectory("open", str(root), "must be a directory")
         self._closed = False
-        # path -> (identity of the directory's state, sorted names); guarded by the lock.
-        self._snapshots: OrderedDict[str, tuple[tuple[int, int], list[str]]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._snapshots = PerProcess(_Snapshots)
 
     def __repr__(self) -> str:
         return f"DirectoryVolume({str(self._root)!r})"
@@ -307,20 +306,38 @@ class DirectoryVolume:
         """
         status = os.fstat(directory)
         state = (status.st_ino, status.st_mtime_ns)
-        with self._lock:
-            kept = self._snapshots.get(path)
-            if kept is not None and kept[0] == state:
-                self._snapshots.move_to_end(path)
-                return kept[1]
+        snapshots = self._snapshots.get()
+        kept = snapshots.get(path, state)
+        if kept is not None:
+            return kept
         names = sorted(os.listdir(directory), key=os.fsencode)
         if is_root:
             names = [name for name in names if name != STAGING_NAME]
         if len(names) > _PAGE_ENTRIES:
-            with self._lock:
-                self._snapshots[path] = (state, names)
-                while len(self._snapshots) > _SNAPSHOTS:
-                    self._snapshots.popitem(last=False)
+            snapshots.keep(path, state, names)
         return names
+
+
+class _Snapshots:
+    """The last sorted listings of long directories. Any thread may call."""
+
+    def __init__(self) -> None:
+        # path -> (inode and mtime of the directory, sorted names); guarded by the lock.
+        self._by_path: OrderedDict[str, tuple[tuple[int, int], list[str]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: str, state: tuple[int, int]) -> list[str] | None:
+        """The names of `path`, unless the directory has changed since."""
+        with self._lock:
+            kept = self._by_path.get(path)
+            return kept[1] if kept is not None and kept[0] == state else None
+
+    def keep(self, path: str, state: tuple[int, int], names: list[str]) -> None:
+        with self._lock:
+            self._by_path[path] = (state, names)
+            self._by_path.move_to_end(path)
+            while len(self._by_path) > _SNAPSHOTS:
+                self._by_path.popitem(last=False)
 
 
 def _to_stat(operation: str, path: str, status: os.stat_result) -> FileStat:

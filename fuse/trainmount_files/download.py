@@ -30,7 +30,6 @@ from trainmount_files.answers import (
 from trainmount_files.api import FilesApi, encode_path
 from trainmount_files.errors import (
     InexactRange,
-    NotFound,
     PreconditionFailed,
     Unavailable,
     VolumeError,
@@ -93,7 +92,7 @@ class _Progress:
     """What the file must be: the caller's version, then what the first answer told as well."""
     direct: bool
     """Past the signed URL: the Files API itself is asked."""
-    refused_because: VolumeError | None = None
+    was_refused: bool = False
     renewals: int = 0
     failures: int = 0
     inexact: int = 0
@@ -185,15 +184,14 @@ class Downloads:
         if following is _Next.RAISE or progress.direct:
             raise error
         progress.direct = True
-        progress.refused_because = error
+        progress.was_refused = True
         progress.inexact = 0
         self._urls.drop(path)
         return False
 
     def _remember(self, progress: _Progress) -> None:
         """Where the Files API gave what a signed URL refused, the refusal was about signed URLs."""
-        refusal = progress.refused_because
-        if refusal is not None and not isinstance(refusal, NotFound | InexactRange):
+        if progress.was_refused:
             self._without_signed_until = monotonic() + _WITHOUT_SIGNED_SECONDS
 
     def _try(

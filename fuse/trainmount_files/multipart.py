@@ -26,7 +26,7 @@ from trainmount_files.errors import (
     VolumeError,
 )
 from trainmount_files.options import MAX_PART_BYTES
-from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation, RetryPolicy
+from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
 from trainmount_files.signed_urls import SignedUrl, expire_time, parse_signed_url
 from trainmount_files.transfer import Reply, Transport, TransportError
 from trainmount_files.volume import Buffer, FileStat
@@ -38,7 +38,7 @@ _LOG: Final = logging.getLogger(__name__)
 _RENEWALS: Final = 3
 """URLs asked for in a row for one part: then the refusal is about something else than time."""
 
-_ABORT_POLICY: Final = RetryPolicy(deadline_seconds=15.0)
+_ABORT_PATIENCE_SECONDS: Final = 15.0
 """An abort that does not get through is left to the service's own expiry of uploads."""
 
 _CLOCK_SLACK_SECONDS: Final = 1
@@ -156,7 +156,7 @@ class MultipartUpload:
             },
         )
         try:
-            error = self._api.call(call, policy=_ABORT_POLICY).error
+            error = self._api.call(call, within_seconds=_ABORT_PATIENCE_SECONDS).error
         except VolumeError as failure:
             error = failure
         if error is not None and not isinstance(error, NotFound):

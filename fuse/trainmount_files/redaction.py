@@ -15,6 +15,8 @@ __all__ = ["one_line", "quiet_urls"]
 
 _MAX_CHARACTERS: Final = 300
 
+_MAX_EXAMINED: Final = 2000
+
 _SECRETS: Final = (
     # The path of a signed URL may be the secret, not only its query.
     (re.compile(r"(?i)\b(https?)://[^\s\"'<>]+"), r"\1://<redacted>"),
@@ -23,7 +25,7 @@ _SECRETS: Final = (
     (re.compile(r"\beyJ[\w-]+\.[\w-]+(\.[\w-]*)?"), "<redacted>"),
     (
         re.compile(
-            r"(?i)([\w-]*(?:signature|token|secret|credential|password|\bsig)[\w-]*)"
+            r"(?i)([\w-]{0,64}(?:signature|token|secret|credential|password|\bsig)[\w-]{0,64})"
             r"(\"?\s*[=:]\s*\"?)[^\s\"'&,;<>}]+"
         ),
         r"\1\2<redacted>",
@@ -36,6 +38,8 @@ def one_line(text: str, *secrets: str) -> str:
     for secret in secrets:
         if secret:
             text = text.replace(secret, "<redacted>")
+    # Cut before the patterns, which take their time on a long line; each begins before its secret.
+    text = text[:_MAX_EXAMINED]
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     text = " ".join(text.split())
@@ -54,11 +58,13 @@ class _HideUrls(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if _REQUEST.is_ours and isinstance(record.args, tuple):
-            record.args = tuple(
-                "/<redacted>" if isinstance(value, str) and value.startswith("/") else value
-                for value in record.args
-            )
+            record.args = tuple("/<redacted>" if _is_url(value) else value for value in record.args)
         return True
+
+
+def _is_url(value: object) -> bool:
+    # Through a proxy the target is a whole URL.
+    return isinstance(value, str) and value.startswith(("/", "http://", "https://"))
 
 
 @contextmanager

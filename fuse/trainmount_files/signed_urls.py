@@ -17,7 +17,7 @@ from typing import Any, Final
 from trainmount_files.answers import json_object
 from trainmount_files.api import Call, FilesApi
 from trainmount_files.errors import Unavailable, VolumeError
-from trainmount_files.retry import Cancellation, RetryPolicy
+from trainmount_files.retry import Cancellation
 
 __all__ = ["SignedUrl", "SignedUrls", "expire_time", "parse_signed_url"]
 
@@ -35,7 +35,7 @@ _OWN_HEADERS: Final = frozenset(
 )
 """What we set ourselves or must not send; a URL's headers may not change it."""
 
-_QUICKLY: Final = RetryPolicy(deadline_seconds=5.0)
+_PATIENCE_SECONDS: Final = 5.0
 """There is another way to the bytes, so asking for a URL does not wait long."""
 
 
@@ -153,7 +153,7 @@ class SignedUrls:
                 "expire_time": expire_time(self._lifetime_seconds),
             },
         )
-        reply = self._api.call(call, cancel=cancel, policy=_QUICKLY).unwrap()
+        reply = self._api.call(call, cancel=cancel, within_seconds=_PATIENCE_SECONDS).unwrap()
         signed = parse_signed_url(json_object(reply.body))
         if signed is None:
             failure: VolumeError = Unavailable("read", path, "the store gave no usable signed URL")

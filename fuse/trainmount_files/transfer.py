@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from trainmount_files.errors import VolumeError
@@ -312,8 +312,10 @@ class _Managers:
             connect=options.connect_timeout_seconds, read=options.inactivity_timeout_seconds
         )
         if proxy is not None:
+            address, user = _split_proxy(proxy)
             return urllib3.ProxyManager(
-                proxy,
+                address,
+                proxy_headers=urllib3.make_headers(proxy_basic_auth=user) if user else None,
                 num_pools=8,
                 maxsize=options.connections,
                 blocksize=_SEND_BLOCK_BYTES,
@@ -327,6 +329,13 @@ class _Managers:
             timeout=timeout,
             ca_certs=certificates,
         )
+
+
+def _split_proxy(proxy: str) -> tuple[str, str | None]:
+    """A proxy's URL without credentials, and `user:password` where it has them."""
+    parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    user, _, host = parts.netloc.rpartition("@")
+    return f"{parts.scheme}://{host}", unquote(user) or None
 
 
 def _urllib3_error() -> type[Exception]:

@@ -1,0 +1,435 @@
+"""Uploads over a bad wire: the whole file at the path, or the old one and an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from tests.files.conftest import OPTIONS, ROOT, TOKEN, MakeVolume, Request, Scripted
+
+from trainmount_files import (
+    AlreadyExists,
+    Cancelled,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    TooLarge,
+    Unavailable,
+    VolumeError,
+)
+from trainmount_files.files_api import FilesApiVolume
+from trainmount_files.options import FilesApiOptions
+from trainmount_files.sdk import Credentials
+from trainmount_files.server.embedded import LocalServer
+from trainmount_files.server.faults import Fault
+from trainmount_files.upload import part_size_for
+from trainmount_files.volume import MIB
+
+DATA = bytes((number * 7 + number // 256) % 256 for number in range(100_000))
+PARTS = 7
+GIB = 1 << 30
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    path = tmp_path / "local"
+    path.write_bytes(DATA)
+    return path
+
+
+def upload(volume: FilesApiVolume, local: Path, **options: Any) -> int:
+    with local.open("rb") as source:
+        return volume.upload("file", source, len(DATA), **options).size_bytes
+
+
+def count(server: LocalServer, route: str) -> int:
+    return int(server.statistics()["requests"].get(route, 0))
+
+
+def assert_nothing_is_left(server: LocalServer) -> None:
+    statistics = server.statistics()
+    assert (statistics["open_uploads"], statistics["staged_bytes"]) == (0, 0)
+
+
+@pytest.mark.parametrize("route", ["initiate_upload", "create_upload_part_urls", "presigned_put"])
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_one_failure_on_the_way_is_ridden_out(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path, route: str, status: int
+) -> None:
+    server.inject(Fault(route=route, status=status, count=1))
+    assert upload(remote, local) == len(DATA)
+    assert (served / "file").read_bytes() == DATA
+    assert_nothing_is_left(server)
+
+
+def test_a_part_that_was_taken_and_refused_is_sent_whole_again(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
+) -> None:
+    server.inject(Fault(route="presigned_put", lose_reply=True, skip=1, count=2))
+    assert upload(remote, local) == len(DATA)
+    assert (served / "file").read_bytes() == DATA
+    assert count(server, "presigned_put") == PARTS + 2
+
+
+def test_a_small_file_whose_reply_was_lost_is_sent_whole_again(
+    remote: FilesApiVolume, server: LocalServer, served: Path
+) -> None:
+    server.inject(Fault(route="put_file", status=503, lose_reply=True, count=1))
+    assert remote.put("file", memoryview(DATA)[:1000]).size_bytes == 1000
+    assert (served / "file").read_bytes() == DATA[:1000]
+    assert count(server, "put_file") == 2
+
+
+def test_a_store_that_never_begins_an_upload_leaves_nothing(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
+) -> None:
+    server.inject(Fault(route="initiate_upload", status=503))
+    with pytest.raises(Unavailable, match="HTTP 503"):
+        upload(remote, local)
+    assert not (served / "file").exists()
+    assert count(server, "put_file") == 0
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 501])
+@pytest.mark.parametrize("route", ["initiate_upload", "presigned_put"])
+def test_a_store_that_takes_no_parts_gets_the_file_in_one_request(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path, route: str, status: int
+) -> None:
+    server.inject(Fault(route=route, status=status))
+    assert upload(remote, local) == len(DATA)
+    assert (served / "file").read_bytes() == DATA
+    assert count(server, "put_file") == 1
+    assert_nothing_is_left(server)
+
+
+def test_a_part_that_fails_for_good_stops_the_others_and_aborts(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
+) -> None:
+    server.inject(
+        Fault(route="presigned_put", status=403, skip=3),
+        Fault(route="abort_upload", lose_reply=True, count=1),
+    )
+    with pytest.raises(PermissionDenied, match="part"):
+        upload(remote, local)
+    assert not (served / "file").exists()
+    assert count(server, "abort_upload") == 2
+    assert count(server, "put_file") == 0
+    assert_nothing_is_left(server)
+
+
+def test_an_abort_that_is_refused_does_not_hide_the_error(
+    remote: FilesApiVolume,
+    server: LocalServer,
+    local: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server.inject(
+        Fault(route="presigned_put", status=403, skip=1),
+        Fault(route="abort_upload", status=400),
+    )
+    with pytest.raises(PermissionDenied):
+        upload(remote, local)
+    assert "An upload could not be aborted" in caplog.text
+
+
+def test_a_url_that_expired_is_asked_for_again_and_stored_parts_are_not_sent_again(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
+) -> None:
+    server.inject(Fault(route="presigned_put", expired_url=True, skip=2, count=2))
+    assert upload(remote, local) == len(DATA)
+    assert (served / "file").read_bytes() == DATA
+    assert count(server, "presigned_put") == PARTS + 2
+    assert count(server, "create_upload_part_urls") == PARTS + 2
+
+
+def test_a_lost_reply_to_complete_is_success_when_the_file_is_there(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
+) -> None:
+    server.inject(Fault(route="complete_upload", lose_reply=True, count=1))
+    assert upload(remote, local) == len(DATA)
+    assert (served / "file").read_bytes() == DATA
+    assert_nothing_is_left(server)
+
+
+def multipart_script(complete: list[Scripted], head: Scripted, seen: list[str]) -> Any:
+    """A store that takes parts and answers `complete` from a list."""
+
+    def script(request: Request) -> Scripted:
+        action = parse_qs(urlsplit(request.target).query).get("action", [""])[0]
+        if action == "initiate-upload":
+            date = {"Date": "Wed, 21 Oct 2026 07:28:00 GMT"}
+            return Scripted(body=b'{"multipart_upload": {"session_token": "t"}}', headers=date)
+        if request.target.startswith("/api/2.0/fs/create-upload-part-urls"):
+            number = json.loads(request.body)["start_part_number"]
+            url = f"http://{request.headers['host']}/signed/{number}"
+            answer = {"upload_part_urls": [{"part_number": number, "url": url, "headers": []}]}
+            return Scripted(body=json.dumps(answer).encode())
+        if request.target.startswith("/signed/"):
+            assert "authorization" not in request.headers
+            return Scripted(headers={"ETag": f'"etag{request.target[-1]}"'})
+        if action == "complete-upload":
+            seen.append(request.body.decode())
+            return complete.pop(0)
+        if action == "abort-upload":
+            seen.append("abort")
+            return Scripted()
+        assert request.method == "HEAD"
+        return head
+
+    return script
+
+
+OURS = {"Content-Length": str(len(DATA)), "Last-Modified": "Wed, 21 Oct 2026 07:28:00 GMT"}
+OLDER = {**OURS, "Last-Modified": "Wed, 21 Oct 2026 07:27:00 GMT"}
+GONE = Scripted(status=404, body=b'{"error_code": "NOT_FOUND", "message": "no upload"}')
+
+
+def test_complete_that_was_carried_out_unseen_and_then_is_unknown_is_success(
+    scripted: MakeVolume, local: Path
+) -> None:
+    seen: list[str] = []
+    script = multipart_script([Scripted(hang_up=True), GONE], Scripted(headers=OURS), seen)
+    _, volume = scripted(script)
+    assert upload(volume, local) == len(DATA)
+    parts = [{"part_number": number, "etag": f'"etag{number}"'} for number in range(1, PARTS + 1)]
+    assert [json.loads(body) for body in seen] == [{"parts": parts}, {"parts": parts}]
+
+
+@pytest.mark.parametrize(
+    "head", [Scripted(headers=OLDER), Scripted(headers={"Content-Length": "5"}), GONE]
+)
+def test_complete_of_an_upload_that_expired_is_an_error(
+    scripted: MakeVolume, local: Path, head: Scripted
+) -> None:
+    seen: list[str] = []
+    _, volume = scripted(multipart_script([Scripted(hang_up=True), GONE], head, seen))
+    with pytest.raises(NotFound):
+        upload(volume, local)
+    assert seen[-1] == "abort"
+
+
+def test_complete_that_is_unknown_at_once_is_an_error(scripted: MakeVolume, local: Path) -> None:
+    _, volume = scripted(multipart_script([GONE], Scripted(headers=OURS), []))
+    with pytest.raises(NotFound):
+        upload(volume, local)
+
+
+TAKEN = Scripted(status=409, body=b'{"error_code": "ALREADY_EXISTS", "message": "taken"}')
+
+
+def test_an_exclusive_write_whose_reply_was_lost_claims_neither_win_nor_loss(
+    scripted: MakeVolume, local: Path
+) -> None:
+    answers = [Scripted(hang_up=True), TAKEN]
+    _, volume = scripted(lambda _: answers.pop(0))
+    with pytest.raises(Unavailable, match="answer was lost"):
+        volume.put("file", b"1", overwrite=False)
+    script = multipart_script([Scripted(hang_up=True), TAKEN], Scripted(headers=OURS), [])
+    _, volume = scripted(script)
+    with pytest.raises(Unavailable, match="answer was lost"):
+        upload(volume, local, overwrite=False)
+    _, volume = scripted(lambda _: TAKEN)
+    with pytest.raises(AlreadyExists):
+        volume.put("file", b"1", overwrite=False)
+
+
+def test_a_delete_whose_reply_was_lost_is_success(
+    remote: FilesApiVolume, server: LocalServer
+) -> None:
+    remote.put("file", b"1")
+    remote.make_directory("directory")
+    server.inject(
+        Fault(route="delete_file", lose_reply=True, count=1),
+        Fault(route="remove_directory", lose_reply=True, count=1),
+    )
+    remote.delete("file")
+    remote.remove_directory("directory")
+    for path in ("file", "directory"):
+        with pytest.raises(NotFound):
+            remote.stat(path)
+
+
+def test_a_source_that_is_cut_meanwhile_is_never_published(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
+) -> None:
+    # The sizes are looked at when the call begins; the file is cut while the first part waits.
+    server.inject(Fault(route="initiate_upload", latency_ms=300))
+    timer = threading.Timer(0.1, os.truncate, (local, 70_000))
+    timer.start()
+    with local.open("rb") as source, pytest.raises(InvalidRequest, match="fewer than 100000"):
+        remote.upload("file", source, len(DATA))
+    timer.join()
+    assert not (served / "file").exists()
+    assert_nothing_is_left(server)
+
+
+def test_a_source_that_is_deleted_meanwhile_is_stored_whole(
+    remote: FilesApiVolume, served: Path, local: Path
+) -> None:
+    with local.open("rb") as source:
+        local.unlink()
+        remote.upload("file", source, len(DATA))
+    assert (served / "file").read_bytes() == DATA
+
+
+def test_an_upload_is_cancelled_while_it_waits(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
+) -> None:
+    server.inject(Fault(route="presigned_put", status=503, retry_after="1"))
+    cancel = threading.Event()
+    timer = threading.Timer(0.2, cancel.set)
+    timer.start()
+    with pytest.raises(Cancelled):
+        upload(remote, local, cancel=cancel)
+    timer.join()
+    assert not (served / "file").exists()
+    assert_nothing_is_left(server)
+
+
+def test_files_just_below_at_and_above_the_threshold_take_the_right_way(
+    remote: FilesApiVolume, server: LocalServer, local: Path
+) -> None:
+    threshold = OPTIONS.multipart_threshold_bytes
+    with local.open("rb") as source:
+        remote.upload("below", source, threshold - 1)
+        assert (count(server, "put_file"), count(server, "initiate_upload")) == (1, 0)
+        remote.upload("at", source, threshold)
+        assert (count(server, "put_file"), count(server, "presigned_put")) == (1, 4)
+        remote.upload("empty", source, 0)
+        assert (count(server, "put_file"), count(server, "initiate_upload")) == (2, 1)
+
+
+def test_an_upload_without_parts_is_one_put(remote: FilesApiVolume, server: LocalServer) -> None:
+    remote.start_upload("file").complete()
+    assert count(server, "put_file") == 1
+    assert count(server, "presigned_put") == 0
+    assert_nothing_is_left(server)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "part_bytes"),
+    [
+        (50 * MIB, 16 * MIB),
+        (160_000 * MIB, 16 * MIB),
+        (160_000 * MIB + 1, 17 * MIB),
+        (250 * GIB, 26 * MIB),
+        (40_000 * GIB, 4 * GIB),
+    ],
+)
+def test_parts_grow_so_that_ten_thousand_hold_the_file(size_bytes: int, part_bytes: int) -> None:
+    assert part_size_for("file", size_bytes, FilesApiOptions()) == part_bytes
+    assert -(-size_bytes // part_bytes) <= 10_000
+
+
+def test_a_file_larger_than_all_parts_is_refused_before_the_first_byte() -> None:
+    with pytest.raises(TooLarge, match=str(40_000 * GIB)):
+        part_size_for("file", 40_000 * GIB + 1, FilesApiOptions())
+
+
+def test_a_part_beyond_the_last_is_refused_and_names_the_limit(remote: FilesApiVolume) -> None:
+    begun = remote.start_upload("file")
+    with pytest.raises(TooLarge, match="10000"):
+        begun.put_part(10_001, b"x")
+    begun.abort()
+
+
+def test_memory_does_not_grow_with_the_size_of_parts_or_files(
+    server: LocalServer, served: Path, tmp_path: Path
+) -> None:
+    sparse = tmp_path / "sparse"
+    with sparse.open("wb") as file:
+        file.truncate(128 * MIB)
+    options = replace(OPTIONS, part_size_bytes=64 * MIB, multipart_threshold_bytes=100 * MIB)
+    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), options)
+    tracemalloc.start()
+    with sparse.open("rb") as source:
+        volume.upload("parts", source, 128 * MIB)
+        volume.upload("single", source, 90 * MIB)
+    # The server is in this process and has buffers of its own.
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    volume.close()
+    assert (served / "parts").stat().st_size == 128 * MIB
+    assert (served / "single").stat().st_size == 90 * MIB
+    assert peak_bytes < 32 * MIB
+
+
+def test_a_page_token_that_repeats_ends_in_an_error(scripted: MakeVolume) -> None:
+    from trainmount_files import list_directory
+
+    _, volume = scripted(lambda _: Scripted(body=b'{"contents": [], "next_page_token": "t"}'))
+    with pytest.raises(Unavailable, match="page token"):
+        list(list_directory(volume, ""))
+
+
+def test_short_and_empty_pages_are_followed_to_the_end(scripted: MakeVolume) -> None:
+    from trainmount_files import list_directory
+
+    def entry(name: str) -> dict[str, object]:
+        path = f"{ROOT}/{name}"
+        return {"path": path, "name": name, "file_size": 5, "last_modified": 1_795_994_187_112}
+
+    pages: list[dict[str, object]] = [
+        {"contents": [entry("1"), entry("2"), entry("3")], "next_page_token": "a b"},
+        {"next_page_token": "second"},
+        {"contents": [entry("4"), entry("5")], "next_page_token": ""},
+    ]
+    server, volume = scripted(
+        lambda _: Scripted(body=json.dumps(pages[len(server.requests) - 1]).encode())
+    )
+    found = list(list_directory(volume, ""))
+    assert [each.path for each in found] == ["1", "2", "3", "4", "5"]
+    assert found[0].mtime_ns == 1_795_994_187_112_000_000
+    assert found[0].version == "5-1795994187"
+    assert [request.target.partition("?")[2] for request in server.requests] == [
+        "page_size=1000",
+        "page_size=1000&page_token=a%20b",
+        "page_size=1000&page_token=second",
+    ]
+
+
+@pytest.mark.parametrize("name", ["../x", "..", "/abs", "a/b", "", None, 5])
+def test_an_entry_that_could_leave_the_directory_is_left_out_with_a_warning(
+    scripted: MakeVolume, name: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents = [{"name": name, "path": "/x"}, {"name": "good", "file_size": 1}]
+    _, volume = scripted(lambda _: Scripted(body=json.dumps({"contents": contents}).encode()))
+    assert [entry.name for entry in volume.list_page("").entries] == ["good"]
+    assert "no path can name" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "INVALID_PARAMETER_VALUE", "InvalidRequest"),
+        (401, "UNAUTHENTICATED", "Unauthenticated"),
+        (403, "PERMISSION_DENIED", "PermissionDenied"),
+        (404, "NOT_FOUND", "NotFound"),
+        (409, "ALREADY_EXISTS", "AlreadyExists"),
+        (412, "FAILED_PRECONDITION", "PreconditionFailed"),
+        (413, "", "TooLarge"),
+        (418, "", "InvalidRequest"),
+        (501, "", "Unsupported"),
+        (505, "", "Unavailable"),
+        (301, "", "Unsupported"),
+    ],
+)
+def test_a_status_becomes_its_error_with_the_servers_words(
+    scripted: MakeVolume, status: int, code: str, expected: str
+) -> None:
+    body = json.dumps({"error_code": code, "message": "because\nof this"}).encode()
+    _, volume = scripted(
+        lambda r: Scripted(status=404) if r.method == "HEAD" else Scripted(status=status, body=body)
+    )
+    with pytest.raises(VolumeError) as caught:
+        volume.make_directory("some/path")
+    assert type(caught.value).__name__ == expected
+    said = f"HTTP {status} {code} because of this".replace("  ", " ")
+    assert str(caught.value) == f"make directory some/path: {said}"

@@ -1,0 +1,164 @@
+"""A volume in other processes, forked or spawned, and configured by environment or profile."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tests.files.conftest import OPTIONS, ROOT, TOKEN
+
+from trainmount_files import ByteRange, Unauthenticated, Volume, open_volume
+from trainmount_files.files_api import FilesApiVolume
+from trainmount_files.sdk import Credentials
+from trainmount_files.server.embedded import LocalServer
+
+# Run in the children; a module of a test cannot be imported by name in a spawned one.
+READ = """
+import pickle, sys
+from trainmount_files import ByteRange
+volume = pickle.load(sys.stdin.buffer)
+buffer = bytearray(7)
+volume.read_into("file", ByteRange(0, 7), buffer)
+print(buffer.decode())
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("DATABRICKS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DATABRICKS_CONFIG_FILE", str(tmp_path / "no-profiles"))
+
+
+def read(volume: Volume) -> bytes:
+    buffer = bytearray(7)
+    volume.read_into("file", ByteRange(0, 7), buffer)
+    return bytes(buffer)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_workers_read_with_connections_of_their_own(remote: FilesApiVolume) -> None:
+    remote.put("file", b"content")
+    assert read(remote) == b"content"
+    transport = remote._here().transport
+    # Held while the children are forked: they must not inherit it locked.
+    with remote._process._lock, transport._managers._lock:
+        results = [os.pipe() for _ in range(4)]
+        children = []
+        for _, write in results:
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    os.write(write, read(remote))
+                    status = int(remote._here().transport is transport)
+                finally:
+                    os._exit(status)
+            children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    for descriptor, write in results:
+        assert os.read(descriptor, 100) == b"content"
+        os.close(descriptor)
+        os.close(write)
+    assert read(remote) == b"content"
+
+
+def test_an_explicit_token_travels_to_a_child_that_is_being_spawned_only(
+    remote: FilesApiVolume,
+) -> None:
+    remote.put("file", b"content")
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    child = context.Process(target=remote.put, args=("from-child", b"1234567"))
+    child.start()
+    child.join(60)
+    queue.close()
+    assert child.exitcode == 0
+    assert remote.stat("from-child").size_bytes == 7
+    with pytest.raises(Unauthenticated):
+        pickle.loads(pickle.dumps(remote)).stat("file")
+
+
+def test_a_volume_from_the_environment_is_pickled_without_the_token(
+    remote: FilesApiVolume, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.put("file", b"content")
+    monkeypatch.setenv("DATABRICKS_HOST", server.url)
+    monkeypatch.setenv("DATABRICKS_TOKEN", TOKEN)
+    volume = open_volume(f"dbfs:{ROOT}")
+    assert read(volume) == b"content"
+    pickled = pickle.dumps(pickle.loads(pickle.dumps(volume)))
+    assert TOKEN.encode() not in pickled
+    done = subprocess.run(
+        [sys.executable, "-c", READ], input=pickled, capture_output=True, check=True, timeout=60
+    )
+    assert done.stdout == b"content\n"
+    volume.close()
+
+
+def test_a_profile_of_the_sdk_is_used(
+    remote: FilesApiVolume, server: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    remote.put("file", b"content")
+    profiles = tmp_path / "profiles"
+    profiles.write_text(f"[training]\nhost = {server.url}/\ntoken = {TOKEN}\n")
+    monkeypatch.setenv("DATABRICKS_CONFIG_FILE", str(profiles))
+    monkeypatch.setenv("DATABRICKS_CONFIG_PROFILE", "training")
+    volume = open_volume(ROOT)
+    assert read(volume) == b"content"
+    volume.close()
+
+
+def test_nothing_configured_is_told_with_what_to_do() -> None:
+    with pytest.raises(Unauthenticated, match="set DATABRICKS_HOST and DATABRICKS_TOKEN"):
+        open_volume(ROOT).stat("file")
+
+
+def test_a_wrong_token_is_told_once(server: LocalServer) -> None:
+    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token="wrong"), OPTIONS)
+    with pytest.raises(Unauthenticated, match="stat file: HTTP 401"):
+        volume.stat("file")
+    volume.close()
+
+
+def test_a_volume_may_be_used_by_many_threads_at_once(remote: FilesApiVolume) -> None:
+    remote.put("file", b"content")
+    wrong: list[bytes] = []
+
+    def run() -> None:
+        for _ in range(20):
+            found = read(remote)
+            if found != b"content":
+                wrong.append(found)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_the_package_is_imported_without_what_only_some_need() -> None:
+    code = (
+        "import sys, trainmount_files; "
+        "print({'urllib3', 'requests', 'databricks', 'aiohttp', 'ctypes.util'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_volume_with_host_and_token_needs_no_sdk(server: LocalServer) -> None:
+    code = (
+        "import sys; from trainmount_files import open_volume; "
+        f"open_volume('{ROOT}', host='{server.url}', token='{TOKEN}').put('x', b'1'); "
+        "print('databricks.sdk' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout == "False\n"
