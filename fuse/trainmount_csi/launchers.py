@@ -6,9 +6,11 @@ server and for tests; `mount_pods.PodLauncher` starts a pod.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -84,9 +86,13 @@ class ProcessLauncher:
         self.changed = threading.Event()
         self._lock = threading.Lock()
         self._children: dict[int, subprocess.Popen[bytes]] = {}  # by pid; guarded by _lock
+        self._watched: set[int] = set()  # pids that have a thread; guarded by _lock
 
     def ensure(self, folder: DaemonFolder) -> None:
-        if self.is_running(folder):
+        running = self._pid(folder)
+        if running is not None:
+            # Perhaps one of an earlier plugin process, of which nothing is known yet.
+            self._watch(running)
             return
         process = subprocess.Popen(
             [sys.executable, *serve_command(folder)],
@@ -102,6 +108,7 @@ class ProcessLauncher:
         partial = folder.pid_path.with_suffix(".partial")
         partial.write_text(json.dumps(identity), encoding="utf-8")
         partial.replace(folder.pid_path)
+        self._watch(process.pid)
         logger.info("supervisor started", extra={"daemon": folder.daemon_id, "pid": process.pid})
 
     def is_running(self, folder: DaemonFolder) -> bool:
@@ -126,6 +133,29 @@ class ProcessLauncher:
         return "its process has ended" if pid is None else f"its process {pid} is starting"
 
     def close(self) -> None:
+        self.changed.set()
+
+    def _watch(self, pid: int) -> None:
+        """Have `changed` set when the process ends, by one thread a process."""
+        with self._lock:
+            if pid in self._watched:
+                return
+            self._watched.add(pid)
+        threading.Thread(
+            target=self._await_end, args=(pid,), name="supervisor", daemon=True
+        ).start()
+
+    def _await_end(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                poller = select.poll()
+                poller.register(descriptor, select.POLLIN)
+                poller.poll()
+            finally:
+                os.close(descriptor)
+        with self._lock:
+            self._watched.discard(pid)
         self.changed.set()
 
     def _pid(self, folder: DaemonFolder) -> int | None:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import stat
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +29,7 @@ from trainmount_csi.operations import PendingOperations
 from trainmount_csi.publication import Publication
 from trainmount_csi.source_check import check_source
 from trainmount_csi.target_path import TargetPath
+from trainmount_csi.volume_statistics import volume_statistics
 from trainmount_csi.wire import csi_pb2
 
 __all__ = ["NodeService"]
@@ -41,9 +39,6 @@ logger = logging.getLogger(__name__)
 PUBLISH_TIMEOUT_SECONDS: Final = 100.0
 """For all of a publish; below the kubelet's two minutes, so that it gets our reason and not its own
 timeout."""
-
-STATS_TIMEOUT_SECONDS: Final = 10.0
-"""A mount whose daemon hangs must not hold up the kubelet's round over all volumes."""
 
 _TARGET_MODE: Final = 0o750
 """Of the directory below the mount; as the kubelet makes its own."""
@@ -59,9 +54,6 @@ class NodeService:
         self._daemons = daemons
         self._mounter = mounter
         self._pending = PendingOperations()
-        # A call on a mount that never answers keeps its thread; the kubelet asks once a minute or
-        # so.
-        self._statistics = ThreadPoolExecutor(max_workers=16, thread_name_prefix="statistics")
 
     def NodeGetInfo(
         self, _request: csi_pb2.NodeGetInfoRequest, _context: grpc.ServicerContext
@@ -100,18 +92,15 @@ class NodeService:
     ) -> csi_pb2.NodeGetVolumeStatsResponse:
         if not request.volume_id:
             raise InvalidArgument("volume_id must be set")
-        path = TargetPath.parse("volume_path", request.volume_path).path
+        if not request.volume_path:
+            raise InvalidArgument("volume_path must be set")
+        # As it was given: at a path of any other form nothing can have been published.
+        path = Path(request.volume_path)
+        if path.is_absolute():
+            path = TargetPath.parse("volume_path", request.volume_path).path
         if not mounts_at(self._mounter.entries(), path):
             raise NotFound(f"nothing is published at {path}")
-        asked: Future[os.statvfs_result] = self._statistics.submit(os.statvfs, path)
-        try:
-            return _statistics(asked.result(STATS_TIMEOUT_SECONDS))
-        except FutureTimeoutError:
-            problem = f"the volume has not answered for {STATS_TIMEOUT_SECONDS:g} s"
-        except OSError as error:
-            problem = f"the volume is lost on this node: {error.strerror}"
-        condition = csi_pb2.VolumeCondition(abnormal=True, message=problem)
-        return csi_pb2.NodeGetVolumeStatsResponse(volume_condition=condition)
+        return volume_statistics(path)
 
     def _publish(self, publication: Publication, timeout_seconds: float) -> None:
         target = publication.target.path
@@ -188,23 +177,3 @@ def _remove_directory(target: Path) -> None:
         if error.errno == errno.EBUSY:
             raise Busy(f"cannot remove {target}: it is in use") from error
         raise CsiError(f"cannot remove {target}: {error.strerror}") from error
-
-
-def _statistics(numbers: os.statvfs_result) -> csi_pb2.NodeGetVolumeStatsResponse:
-    unit = numbers.f_frsize
-    bytes_used = csi_pb2.VolumeUsage(
-        unit=csi_pb2.VolumeUsage.BYTES,
-        total=numbers.f_blocks * unit,
-        available=numbers.f_bavail * unit,
-        used=(numbers.f_blocks - numbers.f_bfree) * unit,
-    )
-    inodes = csi_pb2.VolumeUsage(
-        unit=csi_pb2.VolumeUsage.INODES,
-        total=numbers.f_files,
-        available=numbers.f_favail,
-        used=numbers.f_files - numbers.f_ffree,
-    )
-    return csi_pb2.NodeGetVolumeStatsResponse(
-        usage=[bytes_used, inodes],
-        volume_condition=csi_pb2.VolumeCondition(abnormal=False, message="the volume answers"),
-    )
