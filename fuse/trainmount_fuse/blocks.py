@@ -271,12 +271,15 @@ class BlockCache:
             self._count(file, run)
 
     def _all_sound(self, file: BlockFile, indices: list[int]) -> bool:
+        """Whether the blocks on disk are what was written; those that are not are thrown out."""
+        num_bad = 0
         for index in indices:
-            if not file.is_sound(index):
+            if file.is_sound(index):
+                file.is_verified[index] = 1
+            else:
+                num_bad += 1
                 self._discard_bad(file, index)
-                return False
-            file.is_verified[index] = 1
-        return True
+        return num_bad == 0
 
     def _discard_bad(self, file: BlockFile, index: int) -> None:
         with self._lock, file.lock:

@@ -358,6 +358,7 @@ class Namespace:
         except (VolumeError, OSError):
             self._core.intents.retract(row_id)
             raise
+        self._core.intents.ended(row_id)
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
+from collections import deque
 from pathlib import Path
 from typing import Final
 
@@ -73,16 +74,21 @@ class Intents:
     """
 
     CLAIM_SECONDS: Final = 60.0
+    _ANSWERED_SECONDS: Final = 1.0
+    """An operation that ended longer ago was answered, so that nobody will repeat it."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
         row = database.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()
         self._generation = (int(row[0]) if row else 0) + 1
+        self._ended: deque[tuple[float, int]] = deque()
         self._claims_end = time.monotonic() + self.CLAIM_SECONDS
         set_meta(database, "generation", str(self._generation))
 
     def note(self, operation: str, parent_ino: int, name: str, argument: str = "") -> int:
-        """Write down what is about to be done; returns the row for `retract`."""
+        """Write down what is about to be done; returns the row for `retract` or `ended`."""
+        while self._ended and self._ended[0][0] < time.monotonic() - self._ANSWERED_SECONDS:
+            self.retract(self._ended.popleft()[1])
         cursor = self._database.execute(
             "INSERT INTO intents (generation, operation, parent_ino, name, argument, made_ns)"
             " VALUES (?, ?, ?, ?, ?, ?)",
@@ -96,6 +102,10 @@ class Intents:
     def retract(self, row_id: int) -> None:
         """The operation was refused: nothing of it was done."""
         self._database.execute("DELETE FROM intents WHERE id = ?", (row_id,))
+
+    def ended(self, row_id: int) -> None:
+        """The operation was carried out; its answer is on the way."""
+        self._ended.append((time.monotonic(), row_id))
 
     def claim(self, operation: str, parent_ino: int, name: str) -> str | None:
         """The argument of a predecessor's same intent, once; None where there is none or too late."""

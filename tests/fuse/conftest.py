@@ -251,16 +251,23 @@ class Node:
         ino = (await self.stat(directory)).ino if directory else ROOT_INO
         return ino, name.encode()
 
+    # As in the kernel, a name is looked up before it is made or removed.
+
     async def mkdir(self, path: str) -> None:
+        if await self.exists(path):
+            raise FileExistsError(errno.EEXIST, path)
         await self.fs.mkdir(*await self.parent(path), 0o755)
 
     async def rmdir(self, path: str) -> None:
+        await self.stat(path)
         await self.fs.rmdir(*await self.parent(path))
 
     async def unlink(self, path: str) -> None:
+        await self.stat(path)
         await self.fs.unlink(*await self.parent(path))
 
     async def rename(self, old: str, new: str, flags: int = 0) -> None:
+        await self.stat(old)
         await self.fs.rename(*await self.parent(old), *await self.parent(new), flags)
 
     async def truncate(self, path: str, size: int) -> None:

@@ -1,0 +1,253 @@
+"""The block cache: exact bytes, single flight, bounds, damage, survival."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from trainmount_files.errors import PreconditionFailed
+from trainmount_files.volume import ByteRange
+from trainmount_fuse.block_file import FileKey
+from trainmount_fuse.blocks import BlockCache
+
+BLOCK = 4096
+
+
+class Source:
+    """Bytes of one file, and who asked for what."""
+
+    def __init__(self, size: int) -> None:
+        self.data = os.urandom(size)
+        self.asked: list[ByteRange] = []
+        self.key = FileKey("f", "v1", size)
+
+    def fetch(self, byte_range: ByteRange, buffer: memoryview) -> None:
+        self.asked.append(byte_range)
+        buffer[:] = self.data[byte_range.start : byte_range.end]
+
+
+MakeCache = Callable[..., BlockCache]
+
+
+@pytest.fixture
+def make_cache(tmp_path: Path) -> MakeCache:
+    def make(capacity_bytes: int = 1 << 20, **changes: int) -> BlockCache:
+        values = {
+            "block_size_bytes": BLOCK,
+            "max_fetch_bytes": 4 * BLOCK,
+            "free_disk_floor_bytes": 0,
+        }
+        return BlockCache(tmp_path / "blocks", capacity_bytes=capacity_bytes, **(values | changes))
+
+    return make
+
+
+def test_any_range_is_exact_and_each_block_is_fetched_once(make_cache: MakeCache) -> None:
+    cache, source = make_cache(), Source(10 * BLOCK + 100)
+    file = cache.open(source.key)
+    for offset, size in [(5, 1), (BLOCK - 1, 2), (9 * BLOCK, BLOCK + 100), (0, len(source.data))]:
+        assert cache.read(file, offset, size, source.fetch) == source.data[offset : offset + size]
+    assert sum(len(one) for one in source.asked) == len(source.data)
+    assert max(len(one) for one in source.asked) <= 4 * BLOCK
+    assert cache.statistics().cached_bytes == len(source.data)
+
+
+def test_what_is_in_memory_is_read_without_waiting_and_what_is_not_is_refused(
+    make_cache: MakeCache,
+) -> None:
+    cache, source = make_cache(), Source(3 * BLOCK)
+    file = cache.open(source.key)
+    assert cache.read_nowait(file, 0, 10) is None
+    cache.read(file, 0, 10, source.fetch)
+    assert cache.read_nowait(file, 1, BLOCK - 1) == source.data[1:BLOCK]
+    assert cache.read_nowait(file, BLOCK - 1, 2) is None
+
+
+def test_cached_blocks_are_there_after_a_restart_and_are_checked_before_use(
+    make_cache: MakeCache,
+) -> None:
+    source = Source(5 * BLOCK)
+    first = make_cache()
+    first.read(first.open(source.key), 0, len(source.data), source.fetch)
+    # Killed: nothing was closed.
+    second = make_cache()
+    file = second.open(source.key)
+    source.asked.clear()
+    assert second.read_nowait(file, 0, 10) is None
+    assert second.read(file, 0, len(source.data), source.fetch) == source.data
+    assert source.asked == []
+    assert second.read_nowait(file, 0, 10) == source.data[:10]
+
+
+@pytest.mark.parametrize("damage", ["halved", "flipped", "emptied", "index cut"])
+def test_damage_on_disk_is_noticed_and_fetched_again(
+    make_cache: MakeCache, tmp_path: Path, damage: str
+) -> None:
+    """M4: no block that is not whole is ever given, nor read as zeros."""
+    source = Source(8 * BLOCK)
+    first = make_cache()
+    first.read(first.open(source.key), 0, len(source.data), source.fetch)
+    (data,) = tmp_path.glob("blocks/*/*.data")
+    (index,) = tmp_path.glob("blocks/*/*.index")
+    if damage == "halved":
+        os.truncate(data, 4 * BLOCK)
+    elif damage == "flipped":
+        with data.open("r+b") as opened:
+            opened.seek(2 * BLOCK + 7)
+            opened.write(bytes([source.data[2 * BLOCK + 7] ^ 1]))
+    elif damage == "emptied":
+        os.truncate(data, 0)
+    else:
+        os.truncate(index, index.stat().st_size - 20)
+    source.asked.clear()
+    second = make_cache()
+    file = second.open(source.key)
+    assert second.read(file, 0, len(source.data), source.fetch) == source.data
+    refetched = {"halved": 4, "flipped": 1, "emptied": 8, "index cut": 3}[damage]
+    assert sum(len(one) for one in source.asked) == refetched * BLOCK
+    bad = 0 if damage == "index cut" else refetched
+    assert second.statistics().num_bad_blocks == bad
+    assert second.statistics().cached_bytes == len(source.data)
+
+
+def test_another_version_shares_no_block(make_cache: MakeCache) -> None:
+    cache, old, new = make_cache(), Source(BLOCK), Source(BLOCK)
+    new.key = FileKey("f", "v2", BLOCK)
+    assert cache.read(cache.open(old.key), 0, BLOCK, old.fetch) == old.data
+    assert cache.read(cache.open(new.key), 0, BLOCK, new.fetch) == new.data
+    assert cache.read(cache.open(old.key), 0, BLOCK, old.fetch) == old.data
+    assert len(old.asked) == len(new.asked) == 1
+
+
+def test_threads_that_want_one_block_share_one_fetch(make_cache: MakeCache) -> None:
+    cache, source = make_cache(), Source(64 * BLOCK)
+    file = cache.open(source.key)
+    started, go = threading.Barrier(8), threading.Event()
+
+    def slow(byte_range: ByteRange, buffer: memoryview) -> None:
+        go.wait(10)
+        source.fetch(byte_range, buffer)
+
+    def read(number: int) -> bytes:
+        started.wait(10)
+        offset = number % 4 * BLOCK
+        return bytes(cache.read(file, offset, 20 * BLOCK, slow))
+
+    with ThreadPoolExecutor(8) as threads:
+        results = [threads.submit(read, number) for number in range(8)]
+        go.set()
+        for number, result in enumerate(results):
+            offset = number % 4 * BLOCK
+            assert result.result() == source.data[offset : offset + 20 * BLOCK]
+    assert sum(len(one) for one in source.asked) == 23 * BLOCK
+
+
+def test_a_failed_fetch_is_everybodys_own_error_and_leaves_nothing(make_cache: MakeCache) -> None:
+    cache, source = make_cache(), Source(4 * BLOCK)
+    file = cache.open(source.key)
+
+    def fail(byte_range: ByteRange, buffer: memoryview) -> None:
+        buffer[:] = b"?" * len(buffer)
+        raise PreconditionFailed("read", "f", "the file has changed")
+
+    with pytest.raises(PreconditionFailed):
+        cache.read(file, 0, BLOCK, fail)
+    assert cache.statistics().cached_bytes == 0
+    assert cache.read(file, 0, BLOCK, source.fetch) == source.data[:BLOCK]
+
+
+def test_the_oldest_go_first_when_the_bound_is_reached(make_cache: MakeCache) -> None:
+    cache = make_cache(capacity_bytes=48 * BLOCK)
+    sources = [Source(16 * BLOCK) for _ in range(4)]
+    files = []
+    for number, source in enumerate(sources):
+        source.key = FileKey(f"f{number}", "v", 16 * BLOCK)
+        files.append(cache.open(source.key))
+        cache.read(files[-1], 0, 16 * BLOCK, source.fetch)
+        # The first is used again and again, so the second is the oldest.
+        assert cache.read_nowait(files[0], 0, 10) == sources[0].data[:10]
+    assert cache.statistics().cached_bytes == 48 * BLOCK
+    assert [cache.cached_bytes_of(file) // BLOCK for file in files] == [16, 0, 16, 16]
+    assert cache.read(files[1], 0, 16 * BLOCK, sources[1].fetch) == sources[1].data
+
+
+def test_evicted_space_is_given_back_to_the_disk(make_cache: MakeCache, tmp_path: Path) -> None:
+    cache, source = make_cache(capacity_bytes=32 * BLOCK), Source(256 * BLOCK)
+    file = cache.open(source.key)
+    for offset in range(0, len(source.data), BLOCK):
+        assert cache.read(file, offset, BLOCK, source.fetch) == source.data[offset : offset + BLOCK]
+    (data,) = tmp_path.glob("blocks/*/*.data")
+    assert data.stat().st_blocks * 512 <= 40 * BLOCK
+    assert cache.statistics().cached_bytes <= 32 * BLOCK
+
+
+def test_readers_never_see_what_eviction_leaves(make_cache: MakeCache) -> None:
+    cache = make_cache(capacity_bytes=24 * BLOCK)
+    sources = [Source(32 * BLOCK) for _ in range(4)]
+    for number, source in enumerate(sources):
+        source.key = FileKey(f"f{number}", "v", 32 * BLOCK)
+    wrong: list[int] = []
+
+    def read(number: int) -> None:
+        source = sources[number % 4]
+        file = cache.open(source.key)
+        for step in range(60):
+            offset = (step * 7 + number) % 30 * BLOCK + 11
+            data = cache.read_nowait(file, offset, BLOCK)
+            if data is None:
+                data = bytes(cache.read(file, offset, BLOCK, source.fetch))
+            if data != source.data[offset : offset + BLOCK]:
+                wrong.append(offset)
+        cache.release(file)
+
+    with ThreadPoolExecutor(8) as threads:
+        for result in [threads.submit(read, number) for number in range(8)]:
+            result.result()
+    assert wrong == []
+    assert cache.statistics().cached_bytes <= 24 * BLOCK
+    assert cache.statistics().evicted_bytes > 0
+
+
+def test_a_full_disk_reads_past_the_cache(make_cache: MakeCache) -> None:
+    cache, source = make_cache(free_disk_floor_bytes=1 << 60), Source(70 << 20)
+    file = cache.open(source.key)
+    big = make_cache(capacity_bytes=1 << 30, free_disk_floor_bytes=1 << 60, max_fetch_bytes=1 << 27)
+    assert big.read(file, 0, len(source.data), source.fetch) == source.data
+    assert big.statistics().cached_bytes == 0
+    with pytest.raises(OSError, match="reserve") as caught:
+        big.ensure(file, 0, file.num_blocks - 1, source.fetch)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_files_of_an_earlier_mount_count_and_are_evicted_unopened(make_cache: MakeCache) -> None:
+    old = Source(16 * BLOCK)
+    first = make_cache()
+    first.read(first.open(old.key), 0, 16 * BLOCK, old.fetch)
+    first.close()
+    second = make_cache(capacity_bytes=20 * BLOCK)
+    assert second.statistics().cached_bytes >= 16 * BLOCK
+    new = Source(16 * BLOCK)
+    new.key = FileKey("g", "v", 16 * BLOCK)
+    assert second.read(second.open(new.key), 0, 16 * BLOCK, new.fetch) == new.data
+    assert second.statistics().cached_bytes == 16 * BLOCK
+    old.asked.clear()
+    assert second.read(second.open(old.key), 0, BLOCK, old.fetch) == old.data[:BLOCK]
+    assert len(old.asked) == 1
+
+
+def test_rekeyed_blocks_are_those_of_the_new_name(make_cache: MakeCache) -> None:
+    cache, source = make_cache(), Source(4 * BLOCK)
+    cache.read(cache.open(source.key), 0, 4 * BLOCK, source.fetch)
+    new_key = FileKey("g", "v9", 4 * BLOCK)
+    cache.rekey(source.key, new_key)
+    source.asked.clear()
+    assert cache.read(cache.open(new_key), 0, 4 * BLOCK, source.fetch) == source.data
+    assert source.asked == []
+    cache.drop(new_key)
+    assert cache.statistics().cached_bytes == 0
