@@ -1,0 +1,65 @@
+"""The command line: registers the commands, and turns what they raise into one line and an exit
+status. Entry point of `trainmount` and `python -m trainmount_cli`.
+
+A command module imports what it needs when it is called, so that `--help` and `--local` neither
+load nor read anything of a cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final
+
+import typer
+
+from trainmount_cli.cancel import cancel
+from trainmount_cli.doctor import doctor
+from trainmount_cli.errors import CliError
+from trainmount_cli.get import get
+from trainmount_cli.list_runs import list_runs
+from trainmount_cli.logs import logs
+from trainmount_cli.mount import mount
+from trainmount_cli.output import print_error
+from trainmount_cli.run import run
+from trainmount_cli.serve import serve
+
+__all__ = ["app", "main"]
+
+# All arguments belong to the program behind the command, `--help` too.
+_PASS_THROUGH: Final = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+app = typer.Typer(
+    name="trainmount",
+    help="Distributed training over Unity Catalog volumes, on a cluster or on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run")(run)
+app.command("get")(get)
+app.command("list")(list_runs)
+app.command("logs")(logs)
+app.command("cancel")(cancel)
+app.command("serve", context_settings=_PASS_THROUGH)(serve)
+app.command("mount", context_settings=_PASS_THROUGH)(mount)
+app.command("doctor")(doctor)
+
+
+def main() -> None:
+    """Run one command and exit."""
+    try:
+        app()
+    except CliError as error:
+        print_error(error)
+        sys.exit(error.exit_status)
+    except BrokenPipeError:
+        # Whoever read has read enough; Python must not complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
