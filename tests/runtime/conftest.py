@@ -52,7 +52,9 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
 
 @pytest.fixture
 def make_files() -> Callable[[Path, int], list[str]]:
-    """`make_files(directory, count)`: that many files of nine bytes and more; returns their names in order."""
+    """`make_files(directory, count)`: that many files of nine bytes and more; returns their names
+    in order.
+    """
 
     def make(directory: Path, count: int) -> list[str]:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
-"""Starts ranks for the tests: one process that has torch imported and forks a rank for each place of the job.
+"""Starts ranks for the tests: one process that has torch imported and forks a rank for each place
+of the job.
 
-Started by the `ranks` fixture. Reads one JSON request a line from standard input, answers each with one JSON line: the
-exit codes of the ranks, negative for a signal. Importing torch takes seconds; forking a rank does not.
+Started by the `ranks` fixture. Reads one JSON request a line from standard input, answers each with
+one JSON line: the exit codes of the ranks, negative for a signal. Importing torch takes seconds;
+forking a rank does not.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # DDP needs it
 
 import trainmount.checkpoint.checkpointer  # noqa: F401 - imported once, for all ranks
 
@@ -82,3 +85,4 @@ def _load_programs(path: Path) -> dict[str, Program]:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # what torch tidies up at exit takes seconds

@@ -22,7 +22,8 @@ from trainmount.run import world
 def train(arguments: dict[str, Any]) -> None:
     """Train a small network with DDP; write down what was consumed, and the weights at the end.
 
-    A line for each consumed sample becomes durable with the checkpoint that counts it, or at the end.
+    A line for each consumed sample becomes durable with the checkpoint that counts it, or at the
+    end.
     """
     me = world()
     _join(me.rank, me.world_size)
@@ -36,8 +37,9 @@ def train(arguments: dict[str, Any]) -> None:
         collate_fn=read_batch,
     )
     network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
-    # With its defaults, DDP rebuilds its buckets after the first step of a process, and adds gradients in another
-    # order than a run that went on. Without the rebuild, a resumed run is the same bit for bit.
+    # With its defaults, DDP rebuilds its buckets after the first step of a process, and adds
+    # gradients in another order than a run that went on. Without the rebuild, a resumed run is the
+    # same bit for bit.
     model = DistributedDataParallel(network, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
@@ -81,7 +83,7 @@ def train(arguments: dict[str, Any]) -> None:
                 checkpoints.step(step)
         write_lines(step + 1)
     if me.is_first:
-        weights = {name: value for name, value in network.state_dict().items()}
+        weights = dict(network.state_dict())
         torch.save(
             {"weights": weights, "optimizer": optimizer.state_dict(), "step": step}, root / "final"
         )

@@ -8,7 +8,9 @@ same step, and can be continued with any number of ranks and workers.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -74,58 +76,40 @@ class DataLoader(TorchDataLoader[Any]):
             its own order.
             ManifestChanged: the ranks see different files.
         """
+        self._has_default_workers = num_workers < 0
         if num_workers < 0:
             num_workers = _WORKERS_PER_RANK if is_distributed() else _WORKERS_ALONE
+        self._files: UCVolumeDataset | None = None
+        self._position = self._start = Position()
+        self._is_resumed = False
+        self._run = 0
+        self._skipped: list[str] = []
+        self._num_skipped = 0
         options: dict[str, Any] = {
             **kwargs,
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor if num_workers else None,
             "persistent_workers": num_workers > 0,
             "drop_last": drop_last,
+            "collate_fn": collate_fn,
+            "generator": generator,
         }
-        self._files: UCVolumeDataset | None = (
-            dataset if isinstance(dataset, UCVolumeDataset) else None
-        )
-        self._position = Position()
-        self._is_resumed = False
-        self._run = 0
-        self._skipped: list[str] = []
-        self._num_skipped = 0
-        if self._files is None:
-            super().__init__(
-                dataset, batch_size, collate_fn=collate_fn, generator=generator, **options
-            )
-            return
-        for name in ("shuffle", "sampler", "batch_sampler"):
-            if kwargs.get(name):
-                raise ValueError(
-                    f"{name} is not for a UCVolumeDataset: give shuffle and seed to the dataset"
-                )
-        if not kwargs.get("in_order", True):
-            raise ValueError(
-                "in_order must be true for a UCVolumeDataset: the position counts batches in order"
-            )
-        self._files.agree()
-        if collate_fn is None:
-            collate_fn = default_convert if batch_size is None else default_collate
-        if generator is None:
-            # torch draws a seed for its workers at each iteration. From the global generator, that
-            # draw would make the random numbers of a resumed run differ from those of one that went
-            # on.
-            generator = torch.Generator().manual_seed(self._files.seed)
-        super().__init__(
-            _Fetching(self._files),
-            batch_size,
-            sampler=_RankSampler(self),
-            collate_fn=_Collating(collate_fn, is_batched=batch_size is not None),  # type: ignore[arg-type]
-            generator=generator,
-            **options,
-        )
-        if self.plan.num_batches() == 0:
+        if isinstance(dataset, UCVolumeDataset):
+            self._files = dataset
+            dataset.agree()
+            options = self._options_for_files(dataset, batch_size, options)
+            dataset = _Fetching(dataset)
+        super().__init__(dataset, batch_size, **options)
+        if self._files is not None and self.plan.num_batches() == 0:
             raise ValueError(
                 f"{self._files.path} has {len(self._files)} files, fewer than a global batch of "
                 f"{self.plan.global_batch_size}, and drop_last leaves none; reduce batch_size"
             )
+
+    def check_worker_number_rationality(self) -> None:
+        """torch's warning of more workers than cores; not for our default: they mostly wait."""
+        if not self._has_default_workers:
+            super().check_worker_number_rationality()
 
     # What is where
 
@@ -235,7 +219,7 @@ class DataLoader(TorchDataLoader[Any]):
         saved_batch = state_dict.get("global_batch_size")
         if delivered and saved_batch != self.plan.global_batch_size:
             _log.warning(
-                "resumed with another global batch size: each sample is delivered once, in other batches",
+                "resumed with another global batch size: the same samples, in other batches",
                 extra={"global_batch_size": self.plan.global_batch_size, "saved": saved_batch},
             )
         self._position = self.plan.settle(Position(epoch, delivered))
@@ -256,11 +240,12 @@ class DataLoader(TorchDataLoader[Any]):
             self._position = Position(self._position.epoch, 0)
         self._is_resumed = False
         self._run += 1
+        self._start = self._position
         abandoned = self._files.cache.held()
         batches = super().__iter__()
         # By now the workers have finished what an iteration that was left early had asked for.
         self._files.cache.release(abandoned)
-        return self._consume(batches, self._run, self._position)
+        return self._consume(batches, self._run, self._start)
 
     def _consume(self, batches: Iterator[Any], run: int, start: Position) -> Iterator[Any]:
         files = self._require_files()
@@ -294,10 +279,37 @@ class DataLoader(TorchDataLoader[Any]):
         Called by torch when an iteration begins, and drawn from as far as it prefetches.
         """
         files = self._require_files()
-        shares = self.plan.shares(self._position.delivered, files.grid())
-        return _held(files, files.order(self._position.epoch), shares)
+        shares = self.plan.shares(self._start.delivered, files.grid())
+        return _held(files, files.order(self._start.epoch), shares)
 
     # Private
+
+    def _options_for_files(
+        self, files: UCVolumeDataset, batch_size: int | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """torch's options under which it draws file numbers from this loader."""
+        for name in ("shuffle", "sampler", "batch_sampler"):
+            if options.pop(name, None):
+                raise ValueError(
+                    f"{name} is not for a UCVolumeDataset: give shuffle and seed to the dataset"
+                )
+        if not options.get("in_order", True):
+            raise ValueError(
+                "in_order must be true for a UCVolumeDataset: the position counts batches in order"
+            )
+        collate_fn = options["collate_fn"]
+        if collate_fn is None:
+            collate_fn = default_convert if batch_size is None else default_collate
+        options["collate_fn"] = _Collating(collate_fn, is_batched=batch_size is not None)
+        if options["generator"] is None:
+            # torch draws a seed for its workers at each iteration. From the global generator, that
+            # draw would make the random numbers of a resumed run differ from those of one that
+            # went on. Ranks differ, so that their workers do not augment alike.
+            digest = hashlib.sha256(f"{files.seed}/{files.grid().rank}".encode()).digest()
+            seed = int.from_bytes(digest[:7], "big")
+            options["generator"] = torch.Generator().manual_seed(seed)
+        options["sampler"] = _RankSampler(self)
+        return options
 
     def _require_files(self) -> UCVolumeDataset:
         if self._files is None:
@@ -336,10 +348,14 @@ class _RankSampler(Sampler[int]):
     """Hands torch the loader's order, anew for each iteration."""
 
     def __init__(self, loader: DataLoader) -> None:
-        self._loader = loader
+        # Weak: in a cycle the loader would be freed by the garbage collector, which closes the
+        # queues to the workers before torch can tell them to end; torch then waits five seconds.
+        self._loader = weakref.ref(loader)
 
     def __iter__(self) -> Iterator[int]:
-        return self._loader.next_order()
+        loader = self._loader()
+        assert loader is not None, "the iteration that asks holds the loader"
+        return loader.next_order()
 
 
 class _Collating:
