@@ -128,7 +128,7 @@ class Content:
                 try:
                     await self._upload(inode)
                 finally:
-                    await self._retire(inode)
+                    await self.retire(inode)
         except VolumeError as error:
             raise transfer_error(error) from error
 
@@ -183,6 +183,7 @@ class Content:
         if core.handles.is_open(inode.ino):
             await core.workers.call(core.staging.orphan, staged)
         else:
+            core.staging.withdraw(staged)
             await core.workers.call(core.staging.discard, staged)
 
     async def _validate(self, inode: Inode, *, truncates: bool) -> None:
@@ -342,27 +343,32 @@ class Content:
             # Written through a mapping after the last close; nobody is left to be told of an error.
             with suppress(VolumeError, OSError):
                 await self._upload(inode)
-        await self._retire(inode)
+        await self.retire(inode)
 
-    async def _retire(self, inode: Inode) -> None:
-        """Local bytes are of no more use to anybody, or failed. The inode's lock is held."""
+    async def retire(self, inode: Inode) -> None:
+        """Local bytes that nobody has open go: they are uploaded, or failed. The inode's lock is
+        held.
+        """
         core = self._core
         staged = core.staged(inode)
+        if staged is not None and staged.state is StagedState.CLEAN and inode.stat is not None:
+            await core.workers.call(self._keep_as_blocks, staged, inode.stat)
+        # From here to `withdraw` there must be no await: an open in between would read a closed
+        # file.
         if staged is None or core.handles.is_open(inode.ino):
             return
-        if staged.state is StagedState.DIRTY:
-            reason = str(staged.error)
-            log.error(
-                "A file could not be uploaded; its bytes are kept",
-                extra={"path": staged.volume_path, "reason": reason},
-            )
-            await core.workers.call(core.staging.fail, staged, reason)
-            inode.stat = inode.told = inode.cached = None
-            core.doubt(inode)
+        core.staging.withdraw(staged)
+        if staged.state is not StagedState.DIRTY:
+            await core.workers.call(core.staging.discard, staged)
             return
-        if staged.state is StagedState.CLEAN and inode.stat is not None:
-            await core.workers.call(self._keep_as_blocks, staged, inode.stat)
-        await core.workers.call(core.staging.discard, staged)
+        reason = str(staged.error)
+        log.error(
+            "A file could not be uploaded; its bytes are kept",
+            extra={"path": staged.volume_path, "reason": reason},
+        )
+        inode.stat = inode.told = inode.cached = None
+        core.doubt(inode)
+        await core.workers.call(core.staging.fail, staged, reason)
 
     def _keep_as_blocks(self, staged: StagedFile, stat: FileStat) -> None:
         """In a worker thread: what was just uploaded is likely to be read next."""

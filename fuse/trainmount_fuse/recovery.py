@@ -47,7 +47,7 @@ class Recovery:
             is_open = core.handles.is_open(ino)
             if staged.state is StagedState.ORPHAN or staged.state is StagedState.CLEAN:
                 if not is_open:
-                    core.staging.discard(staged)
+                    core.staging.drop_leftover(staged)
                 continue
             inode = self._inode_of(staged)
             if not is_open:
@@ -76,17 +76,11 @@ class Recovery:
             try:
                 stat = await core.workers.call(_send_if_unchanged, core, staged)
             except (VolumeError, OSError) as error:
-                log.error(
-                    "A file left by an earlier daemon could not be uploaded; its bytes are kept",
-                    extra={**fields, "reason": str(error)},
-                )
-                await core.workers.call(core.staging.fail, staged, str(error))
-                inode.stat = inode.told = inode.cached = None
-                core.doubt(inode)
-                return
-            self._content.note_uploaded(inode, stat)
-            await core.workers.call(core.staging.discard, staged)
-            log.info("A file left by an earlier daemon was uploaded", extra=fields)
+                staged.error = error
+            else:
+                self._content.note_uploaded(inode, stat)
+                log.info("A file left by an earlier daemon was uploaded", extra=fields)
+            await self._content.retire(inode)
 
     def _failed_ones(self) -> list[Inode]:
         core = self._core

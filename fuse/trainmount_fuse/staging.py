@@ -110,12 +110,22 @@ class Staging:
         """Files whose last upload failed and whose programs have closed them, oldest first."""
         return [self._failed[row_id] for row_id in sorted(self._failed)]
 
+    def drop_leftover(self, staged: StagedFile) -> None:
+        """Before the first request: bytes of an earlier daemon that nobody needs."""
+        self.withdraw(staged)
+        self.discard(staged)
+
     def assign(self, staged: StagedFile, ino: int) -> None:
         """The inode numbers were lost: these bytes belong to another number now."""
         self._by_ino.pop(staged.ino, None)
         self._journal.set_ino(staged.id, ino)
         staged.ino = ino
         self._by_ino[ino] = staged
+
+    def withdraw(self, staged: StagedFile) -> None:
+        """Nobody finds these bytes any more; `discard` or `fail` follows."""
+        if self._by_ino.get(staged.ino) is staged:
+            del self._by_ino[staged.ino]
 
     # Worker threads from here on.
 
@@ -226,9 +236,7 @@ class Staging:
         staged.state = StagedState.ORPHAN
 
     def discard(self, staged: StagedFile) -> None:
-        """Nobody needs the local bytes any more."""
-        if self._by_ino.get(staged.ino) is staged:
-            del self._by_ino[staged.ino]
+        """Nobody needs the local bytes any more; they were withdrawn before."""
         self._failed.pop(staged.id, None)
         staged.close()
         # The row goes first: a file without a row is removed at the next start.
@@ -244,7 +252,6 @@ class Staging:
         self._journal.set_state(staged.id, StagedState.FAILED, reason)
         staged.state, staged.reason = StagedState.FAILED, reason
         staged.close()
-        self._by_ino.pop(staged.ino, None)
         self._failed[staged.id] = staged
 
     def adopt_failed(self, staged: StagedFile, ino: int) -> None:
