@@ -13,11 +13,13 @@ import hashlib
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Final, NoReturn
 
 from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.session.exit_codes import EXIT_CONFIGURATION, EXIT_ENDED, EXIT_FAILED
@@ -173,6 +175,8 @@ def _serve(options: argparse.Namespace) -> int:
     from trainmount_fuse.session.restarts import RestartBudget
     from trainmount_fuse.session.supervisor import Supervisor, SupervisorOptions
 
+    # As the first process of a container it would not be ended by the signal otherwise.
+    signal.signal(signal.SIGTERM, _leave)
     try:
         handover = request_handover(options.keeper, options.timeout)
     except HandoverError as error:
@@ -190,6 +194,10 @@ def _serve(options: argparse.Namespace) -> int:
     ending = supervisor.run()
     logger.info("the service of the mount ended", extra={"reason": ending.value})
     return ending.exit_code
+
+
+def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(EXIT_ENDED)
 
 
 def _daemon(options: argparse.Namespace) -> int:

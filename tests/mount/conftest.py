@@ -30,6 +30,12 @@ FUSE_DEVICE = Path("/dev/fuse")
 NOBODY = 65534
 
 
+@pytest.fixture(name="wait_until")
+def _wait_until() -> Callable[..., Any]:
+    """`wait_until(condition, what)` polls until the condition is true and returns what it said."""
+    return wait_until
+
+
 def wait_until(condition: Callable[[], Any], what: str = "a condition") -> Any:
     """Poll until `condition` is true and return what it said."""
     deadline = time.monotonic() + DEADLINE_SECONDS

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from trainmount_fuse.session.holder import check_volume
 from trainmount_fuse.session.mounting import (
     MountError,
     find_mount,
@@ -134,6 +137,61 @@ def test_a_missing_volume_is_told_before_anything_is_mounted(tmp_path):
     assert done.stderr.count("\n") == 1
     assert find_mount(tmp_path / "mnt") is None
     assert not (tmp_path / "state").exists()
+
+
+@pytest.fixture
+def files_api(tmp_path, monkeypatch, wait_until) -> Iterator[str]:
+    """A Files API with the volume main.default.data; its host is in the environment."""
+    (tmp_path / "store/main/default/data").mkdir(parents=True)
+    ready = tmp_path / "url"
+    command = [sys.executable, "-m", "trainmount_files.server", str(tmp_path / "store")]
+    options = ["--port", "0", "--token", "right", "--ready-file", str(ready)]
+    with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL) as server:
+        wait_until(lambda: ready.exists() or server.poll() is not None, "the server")
+        monkeypatch.setenv("DATABRICKS_HOST", ready.read_text().strip())
+        yield "/Volumes/main/default/data"
+        server.terminate()
+
+
+@pytest.mark.parametrize(
+    ("token", "suffix", "said"),
+    [
+        ("wrong", "", "look at DATABRICKS_TOKEN"),
+        ("right", "/nothing", "there is no such directory or volume"),
+    ],
+)
+def test_what_the_store_says_of_the_volume_is_told_in_one_line(
+    files_api, tmp_path, monkeypatch, token, suffix, said
+):
+    (tmp_path / "mnt").mkdir()
+    monkeypatch.setenv("DATABRICKS_TOKEN", token)
+    source = files_api + suffix
+    done = _mount_command(source, str(tmp_path / "mnt"), "--foreground", *_own_files(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"trainmount: cannot mount {source}: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert find_mount(tmp_path / "mnt") is None
+
+
+def test_a_mounted_volume_is_read_and_written_through_the_files_api(
+    files_api, start_mount, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("DATABRICKS_TOKEN", "right")
+    mount = start_mount(files_api)
+    (mount.mountpoint / "file").write_text("content")
+    mount.kill_daemon()
+    assert (mount.mountpoint / "file").read_text() == "content"
+    assert (tmp_path / "store/main/default/data/file").read_text() == "content"
+    assert mount.stop() == 0
+
+
+def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("DATABRICKS_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("DATABRICKS_TOKEN", "any")
+        with pytest.raises(MountError, match=r"gave no answer in 0\.5 s"):
+            check_volume("/Volumes/main/default/data", timeout_seconds=0.5)
 
 
 def test_a_source_that_is_no_volume_is_refused(tmp_path):

@@ -13,8 +13,11 @@ import fcntl
 import json
 import logging
 import os
+import queue
+import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +25,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from trainmount_files import VolumeError, open_volume
+from trainmount_files import (
+    FileStat,
+    NotFound,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+    VolumeError,
+    open_volume,
+)
 from trainmount_fuse.session.handover import Handover
 from trainmount_fuse.session.mounting import (
     FILESYSTEM_TYPE,
@@ -37,7 +48,7 @@ from trainmount_fuse.session.mounting import (
 )
 from trainmount_fuse.session.restarts import RestartBudget
 from trainmount_fuse.session.self_test import can_take_over
-from trainmount_fuse.session.supervisor import Ending, Supervisor, SupervisorOptions
+from trainmount_fuse.session.supervisor import STOP_SIGNALS, Ending, Supervisor, SupervisorOptions
 from trainmount_fuse.settings import MountSettings
 
 __all__ = ["HolderOptions", "check_volume", "hold"]
@@ -49,6 +60,16 @@ MAX_READ_BYTES: Final = 16 << 20
 
 PROBE_TIMEOUT_SECONDS: Final = 3.0
 """A dead connection answers at once."""
+
+CHECK_TIMEOUT_SECONDS: Final = 30.0
+"""Long enough for a token exchange and a slow store, short enough for a person who waits."""
+
+_HINTS: Final[dict[type[VolumeError], str]] = {
+    NotFound: "there is no such directory or volume",
+    Unauthenticated: "the credentials are missing, wrong or expired: look at DATABRICKS_TOKEN",
+    PermissionDenied: "this identity may not read it: ask for READ VOLUME and USE SCHEMA",
+    Unavailable: "the store cannot be reached: look at DATABRICKS_HOST",
+}
 
 _PROBE: Final = """
 import os, sys
@@ -98,31 +119,57 @@ def hold(options: HolderOptions) -> int:
         for folder in (settings.state_dir, settings.cache_dir):
             stack.enter_context(_locked(folder))
         _remove_dead_mount(options.mountpoint)
-        connection = _mount(options)
-        return _Holder(options, connection).run()
+        survives = can_take_over()
+        # A stop that comes in between would leave a mount without a server. The supervisor lets it
+        # through.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        stack.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
+        return _Holder(options, _mount(options), can_take_over=survives).run()
 
 
-def check_volume(source: str) -> None:
-    """Raises MountError where `source` is not a directory that this identity may look at."""
-    try:
-        volume = open_volume(source)
+def check_volume(source: str, timeout_seconds: float = CHECK_TIMEOUT_SECONDS) -> None:
+    """Raises MountError where `source` is not a directory that this identity may look at, or no
+    answer comes."""
+    answers: queue.SimpleQueue[FileStat | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
         try:
-            entry = volume.stat("")
-        finally:
-            volume.close()
-    except VolumeError as error:
-        raise MountError(f"cannot mount {source}: {error.reason}") from error
-    if not entry.is_directory:
+            volume = open_volume(source)
+            try:
+                answers.put(volume.stat(""))
+            finally:
+                volume.close()
+        except Exception as error:
+            answers.put(error)
+
+    # In a thread, because a volume keeps trying for longer than a person in front of a terminal
+    # waits.
+    threading.Thread(target=ask, name="check-volume", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout_seconds)
+    except queue.Empty:
+        raise MountError(
+            f"cannot mount {source}: the store gave no answer in {timeout_seconds:g} s"
+        ) from None
+    if isinstance(answer, VolumeError):
+        hint = next((text for kind, text in _HINTS.items() if isinstance(answer, kind)), None)
+        reason = answer.reason if hint is None else f"{hint} ({answer.reason})"
+        raise MountError(f"cannot mount {source}: {reason}") from answer
+    if isinstance(answer, Exception):
+        raise answer
+    if not answer.is_directory:
         raise MountError(f"cannot mount {source}: it is a file, a directory is needed")
 
 
 class _Holder:
     """A mount that was made. Its name, its descriptor and its supervisor live as long as this."""
 
-    def __init__(self, options: HolderOptions, connection: FuseConnection) -> None:
+    def __init__(
+        self, options: HolderOptions, connection: FuseConnection, *, can_take_over: bool
+    ) -> None:
         self._options = options
         self._connection = connection
-        self._can_take_over = can_take_over()
+        self._can_take_over = can_take_over
         self._budget = RestartBudget()
         self._on_mounted = options.on_mounted
 

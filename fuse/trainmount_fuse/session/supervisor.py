@@ -36,9 +36,12 @@ from trainmount_fuse.session.init_reply import InitRequest
 from trainmount_fuse.session.restarts import RestartBudget
 from trainmount_fuse.session.wire import listen, peer_uid, receive, send
 
-__all__ = ["Ending", "Supervisor", "SupervisorOptions"]
+__all__ = ["STOP_SIGNALS", "Ending", "Supervisor", "SupervisorOptions"]
 
 logger = logging.getLogger(__name__)
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Each means an ordered end: from a service manager, from Ctrl-C, from a terminal that closes."""
 
 ATTACH_PERIOD_SECONDS: Final = 0.5
 """How often a supervisor whose keeper went away looks for the next one."""
@@ -133,7 +136,7 @@ class Supervisor:
         return self._handover
 
     def run(self) -> Ending:
-        """Serve until the end. Only from the main thread; takes over SIGTERM and SIGINT meanwhile.
+        """Serve until the end. Only from the main thread; takes over STOP_SIGNALS meanwhile.
 
         The descriptor stays open.
         """
@@ -151,9 +154,9 @@ class Supervisor:
         elif self._options.keeper_address is not None:
             self._attach_at = 0.0
         previous_wakeup = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        previous = {
-            number: signal.signal(number, _noted) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        previous = {number: signal.signal(number, _noted) for number in STOP_SIGNALS}
+        # Whoever mounted held them back until here.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             return self._loop()
         finally:
@@ -314,7 +317,7 @@ class Supervisor:
 
     def _heed_signal(self, wakened: socket.socket) -> None:
         for number in wakened.recv(64):
-            if number in (signal.SIGTERM, signal.SIGINT):
+            if number in STOP_SIGNALS:
                 self._begin_stop()
             elif number == _BUSY:
                 self._stop_daemon()
@@ -340,7 +343,7 @@ class Supervisor:
         if self._daemon is None:
             # Between two generations; what the last one wrote is found by the next mount.
             self._start_at = None
-            self._ending = Ending.UNSENT
+            self._ending = Ending.UNSENT if self._answered else Ending.ENDED
         elif self._is_ready:
             self._daemon.send_signal(signal.SIGTERM)
 
