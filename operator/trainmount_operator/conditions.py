@@ -28,6 +28,9 @@ from trainmount_operator.status import (
 
 __all__ = ["describe", "finished", "notices", "refused"]
 
+# Why the objects of an attempt could not be created.
+_REFUSALS = (Reason.NAME_CONFLICT, Reason.ATTEMPT_REFUSED)
+
 
 def describe(
     job: TrainingJob,
@@ -68,7 +71,12 @@ def refused(
 ) -> JobStatus:
     """The conditions of a job that cannot go on until somebody changes it or what is in its way."""
     status = replace(status, observed_generation=generation)
-    return _set(status, SUCCEEDED, "Unknown", reason, message, now)
+    status = _set(status, SUCCEEDED, "Unknown", reason, message, now)
+    if status.running_nodes:
+        # What runs goes on; only the next attempt is in question.
+        return status
+    status = _set(status, RUNNING, "False", reason, "", now)
+    return _set(status, SUSPENDED, "False", Reason.NOT_SUSPENDED, "", now)
 
 
 def notices(before: JobStatus, after: JobStatus) -> tuple[Notice, ...]:
@@ -106,6 +114,10 @@ def _standing(
     """The one word and the sentence for where a job stands that has not ended."""
     current, last = status.current_attempt, status.last_attempt
     if current is not None:
+        old = status.condition(SUCCEEDED)
+        if current.job_uid is None and old is not None and old.reason in _REFUSALS:
+            # Said until it changes: the attempt is still not created.
+            return Reason(old.reason), old.message
         if hold is not None:
             return hold.reason, hold.message
         if status.running_nodes == status.nodes:

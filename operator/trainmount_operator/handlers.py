@@ -68,6 +68,11 @@ def _settings() -> kopf.OperatorSettings:
 
 
 def _register(registry: kopf.OperatorRegistry, queue: Workqueue) -> None:
+    @kopf.on.login(registry=registry)
+    async def on_login(**arguments: Any) -> kopf.ConnectionInfo | None:
+        # The same credentials as `cluster.connect()`, fetched again when they expire.
+        return await asyncio.to_thread(kopf.login_via_client, **arguments)
+
     @kopf.on.event(GROUP, VERSION, PLURAL, id="job", registry=registry)
     async def on_job(namespace: str | None, name: str | None, **_: Any) -> None:
         if namespace and name:

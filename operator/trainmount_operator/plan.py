@@ -295,15 +295,17 @@ def _actions(
     actions: list[Action] = []
     current, last = status.current_attempt, status.last_attempt
     newest = -1 if last is None else last.number
+    # The Job of an attempt that goes on, or whose pods all ended well, is left to its controller.
+    going_on = {
+        record.number for record in status.attempts if record.outcome in (None, Outcome.SUCCEEDED)
+    }
     for fact in observed.jobs:
         if fact.deleting:
             continue
         if fact.owner_uid != job.uid or fact.attempt < newest - JOBS_KEPT:
             # An earlier TrainingJob of this name is gone, or it would have this name.
             actions.append(DeleteJob(name=fact.name, uid=fact.uid))
-        elif (current is None or fact.attempt != current.number) and not (
-            fact.finished or fact.suspended
-        ):
+        elif fact.attempt not in going_on and not (fact.finished or fact.suspended):
             actions.append(SuspendJob(name=fact.name))
     for pod in busy:
         lost = pod.node_lost_time(policy.node_lost_after)

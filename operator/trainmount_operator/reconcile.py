@@ -15,7 +15,7 @@ from typing import Any, Final
 from trainmount_operator import conditions
 from trainmount_operator.apply import LeftoverFound, NameTaken, apply, publish
 from trainmount_operator.children import AttemptOptions
-from trainmount_operator.cluster import Cluster, Conflict, NotFound
+from trainmount_operator.cluster import Cluster, Conflict, NotFound, Refused
 from trainmount_operator.job import TrainingJob
 from trainmount_operator.observe import observe
 from trainmount_operator.plan import Policy, plan
@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 # A child of an earlier job of this name is on its way out.
 _LEFTOVER_DELAY: Final = timedelta(seconds=1)
-_NAME_TAKEN_DELAY: Final = timedelta(seconds=15)
+
+# Somebody has to change something first: a name, a quota, a policy.
+_REFUSAL_DELAY: Final = timedelta(seconds=15)
 
 
 def _utc_now() -> datetime:
@@ -84,10 +86,11 @@ class Reconciler:
         except LeftoverFound as leftover:
             logger.info("Leftover found", extra={"job": job.name, "child": str(leftover)})
             return now + _LEFTOVER_DELAY
-        except NameTaken as error:
+        except (NameTaken, Refused) as error:
+            reason = Reason.ATTEMPT_REFUSED if isinstance(error, Refused) else Reason.NAME_CONFLICT
             current = self.cluster.get(KIND, document["metadata"]["namespace"], job.name)
-            self._refuse(current, decision.status, Reason.NAME_CONFLICT, str(error), now)
-            return now + _NAME_TAKEN_DELAY
+            self._refuse(current, decision.status, reason, str(error), now)
+            return now + _REFUSAL_DELAY
         return decision.wake_time
 
     def _refuse(

@@ -68,6 +68,7 @@ class Reason(StrEnum):
     COMPLETED = "Completed"
     INVALID_SPEC = "InvalidSpec"
     NAME_CONFLICT = "NameConflict"
+    ATTEMPT_REFUSED = "AttemptRefused"
     # What holds an attempt before it runs.
     UNSCHEDULABLE = "Unschedulable"
     IMAGE_UNAVAILABLE = "ImageUnavailable"
