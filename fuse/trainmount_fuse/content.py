@@ -151,7 +151,11 @@ class Content:
         core.handles.release(handle)
         if core.handles.is_open(handle.ino):
             return
-        inode = core.inodes.get(handle.ino)
+        try:
+            inode = core.inodes.get(handle.ino)
+        except OSError:
+            # The number was lost with the state database; there is nothing to let go.
+            return
         if core.staged(inode) is not None:
             async with core.tree.shared(), inode.lock:
                 await self._finish(inode)
@@ -287,8 +291,7 @@ class Content:
         cache.
         """
         core = self._core
-        if not core.blocks.free_space(length):
-            raise OSError(errno.ENOSPC, "the staging disk has no room for this file")
+        core.staging.reserve(length)
         step = core.settings.prefetch_fetch_bytes
         fetch = self._fetch_with(stat, None)
         streams = Streams()

@@ -100,14 +100,22 @@ class Core:
 
         Raises VolumeError, OSError.
         """
-        child = self.staged_child(directory, name)
-        if child is not None:
-            return child, time.monotonic()
+        now = time.monotonic()
+        child = self.inodes.find_child(directory.ino, name)
+        if child is not None and self.staged(child) is not None:
+            return child, now
+        is_fresh = child is not None and now - child.checked_at < max_age_seconds
+        if child is not None and child.stat is not None and is_fresh:
+            return child, child.checked_at
         stat, asked_at = await self.metadata.find(directory, name, max_age_seconds)
         # Made here while the store was asked.
-        child = self.staged_child(directory, name)
-        if child is not None or stat is None:
-            return child, asked_at
+        local = self.staged_child(directory, name)
+        if local is not None:
+            return local, asked_at
+        if stat is None:
+            if child is not None:
+                child.checked_at = -math.inf
+            return None, asked_at
         return self.adopt(directory, name, stat, asked_at), asked_at
 
     def adopt(self, directory: Inode, name: str, stat: FileStat, asked_at: float) -> Inode:

@@ -353,12 +353,23 @@ class Filesystem:
         names = [(name, stat.is_directory) for name, stat in listing.entries.items()]
         core.inodes.ensure_children(directory.ino, names)
         found: list[tuple[int, str, FileStat | None, float]] = []
+        changed: list[str] = []
         for count, (name, stat) in enumerate(list(listing.entries.items())):
+            if core.metadata.was_changed_since(directory.ino, name, listing.asked_at):
+                changed.append(name)
+                continue
             inode = core.adopt(directory, name, stat, listing.asked_at)
             found.append((inode.ino, name, stat, listing.asked_at))
             if count % 1000 == 999:
                 # A long listing must not keep reads waiting.
                 await trio.lowlevel.checkpoint()
+        for name in changed:
+            # Made, replaced or removed here while the store was listing.
+            current, asked_at = await core.resolve(
+                directory, name, core.settings.directory_timeout_seconds
+            )
+            if current is not None:
+                found.append((current.ino, name, current.stat, asked_at))
         listed = {ino for ino, _name, _stat, _at in found}
         local = [one for one in core.staged_children(directory) if one.ino not in listed]
         found.extend((one.ino, one.name, None, 0.0) for one in local)

@@ -116,6 +116,13 @@ class Metadata:
         self._keep(known, name, stat, now)
         return stat, now
 
+    def was_changed_since(self, parent_ino: int, name: str, asked_at: float) -> bool:
+        """Whether this mount changed the name after that, so that an answer from then may not
+        count.
+        """
+        known = self._directories.get(parent_ino)
+        return known is not None and known.changed.get(name, -math.inf) >= asked_at
+
     def note_present(self, parent_ino: int, name: str, stat: FileStat) -> None:
         """This mount put something at the name."""
         known = self._directory(parent_ino)

@@ -145,7 +145,7 @@ class Staging:
         Whoever dies in the middle leaves a file without a row, or a row without a file; neither was
         acknowledged to anybody.
         """
-        self._reserve(0)
+        self.reserve(0)
         state = StagedState.DIRTY if is_dirty else StagedState.CLEAN
         draft = self._directory / f"draft-{ino}"
         fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -164,13 +164,22 @@ class Staging:
         self._by_ino[ino] = staged
         return staged
 
+    def reserve(self, num_bytes: int) -> None:
+        """Raises OSError ENOSPC where so many more bytes would go below the disk's reserve."""
+        if self._has_room(num_bytes):
+            return
+        # The cache may be on another disk; then nothing is gained.
+        self._free_space(num_bytes)
+        if not self._has_room(num_bytes):
+            raise OSError(errno.ENOSPC, "the staging disk is at its reserve")
+
     def read(self, staged: StagedFile, offset: int, size: int) -> bytes:
         """The bytes there are of the range."""
         return os.pread(staged.descriptor(), size, offset)
 
     def write(self, staged: StagedFile, offset: int, data: bytes | bytearray | memoryview) -> None:
         """All of `data`, or OSError and the rest is as it was not written. Raises OSError ENOSPC."""
-        self._reserve(len(data))
+        self.reserve(len(data))
         self._mark_dirty(staged)
         fd = staged.descriptor()
         rest = memoryview(data)
@@ -282,18 +291,15 @@ class Staging:
         for older in [one for one in self.failed() if one.volume_path == path]:
             self.discard(older)
 
+    def _has_room(self, num_bytes: int) -> bool:
+        status = os.statvfs(self._directory)
+        return status.f_bavail * status.f_frsize - num_bytes >= self._floor_bytes
+
     def _mark_dirty(self, staged: StagedFile) -> None:
         staged.error = None
         if staged.state is StagedState.CLEAN:
             self._journal.set_state(staged.id, StagedState.DIRTY)
             staged.state = StagedState.DIRTY
-
-    def _reserve(self, num_bytes: int) -> None:
-        status = os.statvfs(self._directory)
-        if status.f_bavail * status.f_frsize - num_bytes >= self._floor_bytes:
-            return
-        if not self._free_space(num_bytes):
-            raise OSError(errno.ENOSPC, "the staging disk is at its reserve")
 
     def _take_over(self) -> None:
         known: set[str] = set()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from typing import Any
 
 import pytest
+import trio
 
 from trainmount_files.errors import Unavailable
 from trainmount_fuse.attributes import ROOT_INO, AttributeChanges
@@ -263,6 +265,38 @@ async def test_a_name_that_changes_its_kind_gets_another_inode(world: Any, kind:
     after = await a.stat("x")
     assert after.is_directory == (kind == "directory")
     assert after.ino != before.ino
+
+
+async def test_a_listing_that_was_asked_for_before_a_removal_does_not_bring_the_name_back(
+    world: Any,
+) -> None:
+    a = await world.node()
+    for name in ("kept", "removed", "replaced"):
+        await a.write(name, b"old")
+    await a.crash()
+    listed, go_on = threading.Event(), threading.Event()
+
+    def hold(operation: str, path: str) -> None:
+        if operation == "list":
+            listed.set()
+            go_on.wait(30)
+
+    a.volume.after = hold
+    seen: dict[str, int] = {}
+
+    async def list_slowly() -> None:
+        seen.update({name: one.size for name, one in (await a.entries()).items()})
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(list_slowly)
+        await a.settled(listed.is_set, "the store has made its listing")
+        await a.unlink("removed")
+        await a.write("replaced", b"newer")
+        go_on.set()
+    assert seen == {"kept": 3, "replaced": 5}
+    assert not await a.exists("removed")
+    assert (await a.stat("replaced")).size == 5
+    assert {name: one.size for name, one in (await a.entries()).items()} == seen
 
 
 async def test_statfs_shows_room(world: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Any
 
@@ -9,7 +10,7 @@ import trio
 
 
 async def test_an_open_after_another_nodes_close_sees_its_bytes_and_size(world: Any) -> None:
-    """M1: with cached attributes and pages of the old content, at another and at the same length."""
+    """M1: with cached attributes and pages of old content, at another and at the same length."""
     a, b = await world.node("a"), await world.node("b")
     await a.write("f", b"twelve bytes")
     assert (await b.stat("f")).size == 12
@@ -82,6 +83,17 @@ async def test_a_name_cached_as_missing_is_found_within_its_timeout(world: Any) 
     with trio.fail_after(10):
         while not await b.exists("f"):
             await trio.sleep(0.01)
+
+
+async def test_a_name_seen_missing_at_open_is_not_shown_again_from_older_knowledge(
+    world: Any,
+) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await a.write("f", b"1")
+    ino = (await b.stat("f")).ino
+    await a.unlink("f")
+    assert await world.errno_from(b.fs.open(ino, os.O_RDONLY)) == errno.ENOENT
+    assert not await b.exists("f")
 
 
 async def test_a_local_create_ends_a_cached_absence_at_once(world: Any) -> None:
