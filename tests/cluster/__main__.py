@@ -8,10 +8,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from rig.binaries import ensure_binaries
 from rig.cluster import Rig, rigs, take_down_orphans
 from rig.errors import RigError
-from rig.images import ensure_images
+from rig.images import ensure_project_images
 
 _DEFAULT_NAME = "rig"
 
@@ -45,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command(name, text).add_argument("node")
     command("load", "give a running cluster images of the code as it is now")
-    images = command("images", "build the images and copy their archives", named=False)
+    images = command("images", "build the project's images and copy their archive", named=False)
     images.add_argument("folder", type=Path)
     images.add_argument("--with-torch", action="store_true", help="5 GB, for a cluster like kind")
     command("clean", "take down rigs whose owner has ended", named=False)
@@ -94,8 +93,7 @@ def _command_on(rig: Rig, arguments: argparse.Namespace) -> list[str]:
 
 def _copy_images(folder: Path, *, with_torch: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for archive in ensure_images(ensure_binaries(_say), _say, with_torch=with_torch):
-        print(shutil.copy(archive, folder))
+    print(shutil.copy(ensure_project_images(_say, with_torch=with_torch), folder))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -13,7 +13,7 @@ import pytest
 from rig.cluster import Rig, rigs
 from rig.errors import RigError
 from rig.locations import RIGS, Progress
-from rig.processes import namespaces_in_use
+from rig.processes import held_namespaces, namespaces_in_use
 from rig.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(
@@ -52,22 +52,22 @@ def traces(name: str) -> list[str]:
     return found
 
 
-def namespaces(rig: Rig) -> frozenset[str]:
+def first_processes(rig: Rig) -> list[int]:
     state = json.loads((rig.root / "rig.json").read_text())
-    return frozenset(name for machine in state["machines"] for name in machine["namespaces"])
+    return [machine["first"]["pid"] for machine in state["machines"]]
 
 
 def test_down_leaves_no_process_namespace_mount_rule_or_file(progress: Progress) -> None:
     before = host_state()
     name = f"down-{os.getpid()}"
     rig = Rig.up(name, num_nodes=1, owner_pid=os.getpid(), progress=progress)
-    used = namespaces(rig)
-    assert len(used) == 6  # three kinds for each of two machines
-    assert list(namespaces_in_use(used))
-    assert traces(name)
-    rig.down()
-    assert traces(name) == []
-    assert list(namespaces_in_use(used)) == []
+    with held_namespaces(*first_processes(rig)) as used:
+        assert len(used) == 6  # three kinds for each of two machines
+        assert any(namespaces_in_use(used))
+        assert traces(name)
+        rig.down()
+        assert traces(name) == []
+        assert list(namespaces_in_use(used)) == []
     assert host_state() == before
 
 
@@ -89,15 +89,17 @@ Rig.up({name!r}, num_nodes=1, owner_pid=os.getpid(), progress=print)
     try:
         wait_for(
             "the start to be under way",
-            lambda: any(other.name == name for other in rigs()) and len(namespaces(rig)) == 6,
+            lambda: any(r.name == name for r in rigs()) and len(first_processes(rig)) == 2,
             timeout_seconds=240,
         )
-        used = namespaces(rig)
+        with held_namespaces(*first_processes(rig)) as used:
+            owner.send_signal(signal.SIGKILL)
+            owner.wait()
+            wait_for(lambda: f"the end of {traces(name)}", lambda: not traces(name))
+            assert list(namespaces_in_use(used)) == []
     finally:
-        owner.send_signal(signal.SIGKILL)
+        owner.kill()
         owner.wait()
-    wait_for(lambda: f"the end of {traces(name)}", lambda: not traces(name))
-    assert list(namespaces_in_use(used)) == []
     assert host_state() == before
 
 

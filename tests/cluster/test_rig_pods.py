@@ -38,7 +38,7 @@ def test_a_pod_gets_the_gpus_it_asks_for_and_no_more_than_there_are(
     cluster: ClusterUnderTest, kubectl: Kubectl, namespace: str
 ) -> None:
     hold = ("sh", "-c", "trap 'exit 0' TERM; sleep 600 & wait")
-    image = "localhost/busybox:1" if cluster.rig else cluster.project_image
+    image = cluster.project_image
     node = cluster.nodes()[0]
     selector = {"kubernetes.io/hostname": node}
     kubectl.apply(pod("three", image, *hold, gpus=3, nodeSelector=selector), namespace=namespace)
@@ -157,7 +157,7 @@ def test_a_privileged_pod_mounts_a_filesystem_that_another_pod_reads(
         cluster.project_image,
         *("bash", "-ec", serve),
         container={
-            "securityContext": {"privileged": True},
+            "securityContext": {"privileged": True, "runAsUser": 0},
             "volumeMounts": [
                 {"name": "code", "mountPath": "/code"},
                 {"name": "host", "mountPath": folder, "mountPropagation": "Bidirectional"},

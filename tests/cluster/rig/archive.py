@@ -56,6 +56,8 @@ class Image:
     environment: Mapping[str, str] = field(default_factory=dict)
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    user: str = ""
+    """Number of the user that runs it; root if empty."""
 
 
 def tree(folder: Path, prefix: str, *, skip: frozenset[str] = frozenset()) -> Iterator[Entry]:
@@ -106,7 +108,10 @@ def cached_layer(path: Path, entries: Iterable[Entry]) -> Layer:
     """The layer at `path`, written from `entries` unless it is there; its name says what is in
     it."""
     digest_path = path.with_suffix(".sha256")
-    if not digest_path.exists():
+    if digest_path.exists():
+        path.touch()  # so that what is used is not forgotten
+        digest_path.touch()
+    else:
         partial = path.with_suffix(".partial")
         with _HashingWriter(partial) as raw:
             with tarfile.open(fileobj=raw, mode="w|", bufsize=_BLOCK_BYTES) as tar:
@@ -164,10 +169,11 @@ def write_archive(path: Path, images: Iterable[Image]) -> None:
 
 
 def _configuration(image: Image) -> bytes:
-    run = {
+    run: dict[str, object] = {
         "Env": [f"{name}={value}" for name, value in image.environment.items()],
         "Entrypoint": list(image.entrypoint),
         "Cmd": list(image.command),
+        "User": image.user,
     }
     return json.dumps(
         {

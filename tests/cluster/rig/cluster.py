@@ -24,12 +24,13 @@ from rig.addresses import node_name
 from rig.binaries import Binaries, ensure_binaries
 from rig.control_plane import CONTROL_PLANE_NAME, start_control_plane
 from rig.errors import LeftoverError, RigError, SetupError
-from rig.images import ensure_images
+from rig.images import ensure_project_images, ensure_system_images
 from rig.kubectl import Kubectl
 from rig.locations import HERE, RIGS, Progress, cache_folder
 from rig.machine import Machine, kill_machine
 from rig.node import (
     NodeSettings,
+    boot_id,
     images_are_imported,
     import_command,
     start_node,
@@ -37,7 +38,7 @@ from rig.node import (
 )
 from rig.packages import ensure_packages
 from rig.pki import write_pki
-from rig.processes import ProcessId, identify, namespaces_in_use
+from rig.processes import ProcessId, identify
 from rig.waiting import wait_for
 
 __all__ = ["Rig", "rigs", "take_down_orphans"]
@@ -122,7 +123,7 @@ class Rig:
             raise SetupError("the test cluster needs root for its namespaces: run this with sudo")
         ensure_packages(progress)
         binaries = ensure_binaries(progress)
-        images = ensure_images(binaries, progress)
+        images = (ensure_system_images(binaries, progress), ensure_project_images(progress))
         take_down_orphans(progress)
         started = time.monotonic()
         rig._create(
@@ -193,15 +194,13 @@ class Rig:
         state = self._state()
         for machine in reversed(state.machines):
             kill_machine(machine)
-        namespaces = frozenset[str]().union(*(m.namespaces for m in state.machines))
         for path in self.root.iterdir():
             # The record goes last: what is cut off here can be taken down again.
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             elif path != self._state_path:
                 path.unlink()
-        left = [*_leftovers(self.root, state.machines)]
-        left += [f"process {pid} in {name}" for pid, name in namespaces_in_use(namespaces)]
+        left = _leftovers(self.root, state.machines)
         if left:
             raise LeftoverError(f"the rig {self.name} is down but left {', '.join(left)}")
         shutil.rmtree(self.root)
@@ -236,12 +235,14 @@ class Rig:
         say = progress or (lambda line: None)
         settings, state = self._settings(), self._state()
         running = [name for name in self.nodes() if self.machine(name).is_alive()]
-        for name in running:
-            wait_for(
-                f"{name} to be Ready with {state.gpus_per_node} GPUs, see {self.root / name}",
-                partial(self._is_ready, name, state.gpus_per_node),
-                timeout_seconds=timeout_seconds,
-            )
+        for number, name in enumerate(self.nodes(), start=1):
+            if name in running:
+                boot = boot_id(settings, number)
+                wait_for(
+                    f"{name} to be Ready with {state.gpus_per_node} GPUs, see {self.root / name}",
+                    partial(self._is_ready, name, boot, state.gpus_per_node),
+                    timeout_seconds=timeout_seconds,
+                )
         say("nodes are ready")
         for number, name in enumerate(self.nodes(), start=1):
             if name in running:
@@ -257,14 +258,15 @@ class Rig:
             timeout_seconds=timeout_seconds,
         )
 
-    def _is_ready(self, name: str, gpus: int) -> bool:
+    def _is_ready(self, name: str, boot: str, gpus: int) -> bool:
         done = self.kubectl.run("get", "node", name, "-o", "json")
         if done.returncode:
             return False
         status = json.loads(done.stdout)["status"]
         conditions = {item["type"]: item["status"] for item in status.get("conditions", [])}
         allocatable = int(status.get("allocatable", {}).get("nvidia.com/gpu", 0))
-        return conditions.get("Ready") == "True" and allocatable == gpus
+        reported = status.get("nodeInfo", {}).get("bootID") == boot
+        return reported and conditions.get("Ready") == "True" and allocatable == gpus
 
     def _num_name_servers(self) -> int:
         status = self.kubectl.json("get", "-n", "kube-system", "daemonset", "coredns")["status"]
@@ -274,16 +276,15 @@ class Rig:
         """Give the running nodes images of the code as it is now; pods that start later have
         them."""
         binaries = self._binaries()
-        for archive in ensure_images(binaries, progress):
-            for name in self.nodes():
-                if self.machine(name).is_alive():
-                    progress(f"importing {archive.name} on {name}")
-                    command = import_command(archive)
-                    command[0] = str(binaries.folder / command[0])
-                    inside = self.machine(name).inside(*command)
-                    done = subprocess.run(inside, capture_output=True, text=True)
-                    if done.returncode:
-                        raise RigError(f"{name} refused {archive}: {done.stderr.strip()}")
+        archive = ensure_project_images(progress)
+        client, *arguments = import_command(archive)
+        for name in self.nodes():
+            if self.machine(name).is_alive():
+                progress(f"importing {archive.name} on {name}")
+                command = self.machine(name).inside(str(binaries.folder / client), *arguments)
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    raise RigError(f"{name} refused {archive}: {done.stderr.strip()}")
 
     # --- looking at it -------------------------------------------------------------------------
 

@@ -8,16 +8,19 @@ engine and no registry are needed.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rig.archive import Entry, Image, Layer, Link, cached_layer, tree, write_archive
 from rig.binaries import Binaries
+from rig.errors import SetupError
 from rig.locations import PROJECT, Progress, cache_folder, digest_of, locked
 from rig.python_files import (
     VERSION,
@@ -31,7 +34,14 @@ from rig.python_files import (
     torch_packages,
 )
 
-__all__ = ["HOST_PACKAGES_PATH", "PAUSE_IMAGE", "ensure_images", "project_image", "runtime_image"]
+__all__ = [
+    "HOST_PACKAGES_PATH",
+    "PAUSE_IMAGE",
+    "ensure_project_images",
+    "ensure_system_images",
+    "project_image",
+    "runtime_image",
+]
 
 PAUSE_IMAGE = "localhost/pause:1"
 HOST_PACKAGES_PATH = "/opt/host-packages"
@@ -44,6 +54,7 @@ _VENV = "opt/venv"
 _SITE = f"{_VENV}/lib/{VERSION}/site-packages"
 _PATH = "/opt/venv/bin:/usr/local/bin:/usr/bin:/bin"
 _KEPT_ARCHIVES = 3
+_KEPT_DAYS = 14
 _NOT_IN_RUNTIME = frozenset(
     ["torch", "kopf", "kubernetes", "pyfuse3", "trio", "grpcio", "protobuf", "typer", "rich"]
 )
@@ -64,21 +75,38 @@ def runtime_image() -> str:
     return f"localhost/trainmount-runtime:{project_version()}"
 
 
-def ensure_images(
-    binaries: Binaries, progress: Progress, *, with_torch: bool = False
-) -> list[Path]:
-    """Archives of all images, first the ones that a node needs to become ready; from the cache if
-    nothing changed.
+def ensure_system_images(binaries: Binaries, progress: Progress) -> Path:
+    """The archive with what a node needs to become ready; from the cache if nothing changed."""
+    with _cache(progress) as folder:
+        return _system_archive(folder, binaries)
+
+
+def ensure_project_images(progress: Progress, *, with_torch: bool = False) -> Path:
+    """The archive with the project's images, of the code as it is now.
 
     `with_torch` packs torch too (5 GB), for a cluster whose nodes do not mount it.
+
+    Raises:
+        SetupError: a package or program is missing, or the wheel can't be built.
     """
+    with _cache(progress) as folder:
+        return _project_archive(folder, progress, with_torch=with_torch)
+
+
+@contextlib.contextmanager
+def _cache(progress: Progress) -> Iterator[Path]:
     with locked("images", progress):
         folder = cache_folder() / "images"
         folder.mkdir(exist_ok=True)
-        return [
-            _system_archive(folder, binaries),
-            _project_archive(folder, progress, with_torch=with_torch),
-        ]
+        yield folder
+        _forget_unused(folder)
+
+
+def _forget_unused(folder: Path) -> None:
+    limit = time.time() - _KEPT_DAYS * 24 * 3600
+    for path in folder.iterdir():
+        if path.stat().st_mtime < limit:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _system_archive(folder: Path, binaries: Binaries) -> Path:
@@ -125,6 +153,7 @@ def _project_archive(folder: Path, progress: Progress, *, with_torch: bool) -> P
             layers=(*common, operator_site, project),
             environment=environment,
             command=("python3",),
+            user="65534",
         ),
         Image(
             name=f"localhost/trainmount-runtime:{version}",
@@ -147,7 +176,7 @@ def _archive(
 ) -> Path:
     key = digest_of(
         f"{image.name} {[layer.digest for layer in image.layers]} {image.entrypoint}"
-        f" {image.command} {dict(image.environment)}"
+        f" {image.command} {image.user} {dict(image.environment)}"
         for image in images
     )
     path = folder / f"{name}-images-{key}.tar"
@@ -171,7 +200,10 @@ def _folders(path: str) -> Iterator[Entry]:
 
 def _busybox_layer(folder: Path) -> Layer:
     """A root file system with a shell and the usual small programs, all one static file."""
-    busybox = Path(shutil.which("busybox", path="/usr/bin:/bin") or "/usr/bin/busybox")
+    found = shutil.which("busybox", path="/usr/bin:/bin")
+    if found is None:
+        raise SetupError("busybox is missing; run: sudo apt-get install -y busybox-static")
+    busybox = Path(found)
     applets = subprocess.run([busybox, "--list"], capture_output=True, text=True, check=True)
     users = b"root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/tmp:/bin/sh\n"
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rig.cgroups import create_groups, members, remove_groups, settle_launcher
+from rig.cgroups import create_groups, remove_groups, settle_launcher
 from rig.errors import NotReadyError
-from rig.processes import ProcessId, identify, namespaces_of
+from rig.processes import ProcessId, held_namespaces, identify, namespaces_in_use
 from rig.waiting import wait_for
 
 __all__ = ["Machine", "kill_machine", "start_machine"]
@@ -41,7 +42,6 @@ class Machine:
     """The machine's process 1, by its number outside."""
 
     groups: tuple[Path, ...]
-    namespaces: frozenset[str]
 
     def is_alive(self) -> bool:
         """Whether its first process runs."""
@@ -59,7 +59,6 @@ class Machine:
         """Plain values, for `from_json`."""
         plain = asdict(self)
         plain["groups"] = [str(group) for group in self.groups]
-        plain["namespaces"] = sorted(self.namespaces)
         return plain
 
     @classmethod
@@ -70,7 +69,6 @@ class Machine:
             launcher=ProcessId(**plain["launcher"]),
             first=ProcessId(**plain["first"]),
             groups=tuple(Path(group) for group in plain["groups"]),
-            namespaces=frozenset(plain["namespaces"]),
         )
 
 
@@ -103,13 +101,7 @@ def start_machine(
     if launcher is None or first is None:
         raise NotReadyError(f"machine {name} ended at once, see {home}/console.log")
     settle_launcher(groups, pid)
-    return Machine(
-        name=name,
-        launcher=launcher,
-        first=first,
-        groups=tuple(groups),
-        namespaces=namespaces_of(child),
-    )
+    return Machine(name=name, launcher=launcher, first=first, groups=tuple(groups))
 
 
 def _number_in(file: Path) -> int | None:
@@ -132,10 +124,16 @@ def kill_machine(machine: Machine) -> None:
     Raises:
         NotReadyError: a process of it hangs in the kernel.
     """
-    machine.first.kill()
-    machine.launcher.kill()
-    remove_groups(machine.groups)
-    assert not members(machine.groups)
+    with held_namespaces(machine.first.pid) if machine.is_alive() else nullcontext() as held:
+        machine.first.kill()
+        machine.launcher.kill()
+        remove_groups(machine.groups)
+        namespaces = held or frozenset[str]()
+        wait_for(
+            lambda: f"{machine.name} to be left by {sorted(namespaces_in_use(namespaces))}",
+            lambda: not any(namespaces_in_use(namespaces)),
+            timeout_seconds=10,
+        )
     with contextlib.suppress(OSError):  # other machines of the rig are still there
         for group in machine.groups:
             launchers = group.parent / "launchers"

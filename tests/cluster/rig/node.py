@@ -11,6 +11,7 @@ import json
 import shlex
 import subprocess
 import sys
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from rig.python_files import host_site_packages
 
 __all__ = [
     "NodeSettings",
+    "boot_id",
     "images_are_imported",
     "import_command",
     "start_node",
@@ -51,6 +53,8 @@ _KERNEL_SETTINGS = {
     "kernel/keys/root_maxkeys": 1_000_000,
     "kernel/keys/root_maxbytes": 25_000_000,
 }
+
+_BOOT_ID = "kernel/random/boot_id"
 
 _SCRIPT = """
 {prelude}
@@ -152,6 +156,12 @@ def start_node(settings: NodeSettings, control_plane: Machine, number: int) -> M
     return machine
 
 
+def boot_id(settings: NodeSettings, number: int) -> str:
+    """What the node's status shows when the kubelet of its last start has reported."""
+    file = settings.root / node_name(number) / "kernel" / _BOOT_ID.replace("/", ".")
+    return file.read_text().strip()
+
+
 def images_are_imported(settings: NodeSettings, number: int) -> bool:
     """Whether the node has all images."""
     home = settings.root / node_name(number)
@@ -225,7 +235,8 @@ def _kernel_mounts(home: Path) -> list[str]:
     folder = home / "kernel"
     folder.mkdir(exist_ok=True)
     lines = []
-    for name, value in _KERNEL_SETTINGS.items():
+    # A start is a boot of its own, by which the kubelet tells that the node was down.
+    for name, value in {**_KERNEL_SETTINGS, _BOOT_ID: uuid.uuid4()}.items():
         file = folder / name.replace("/", ".")
         file.write_text(f"{value}\n")
         lines.append(f"mount --bind {file} /proc/sys/{name}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rig.waiting import wait_for
 
-__all__ = ["ProcessId", "identify", "namespaces_in_use", "namespaces_of"]
+__all__ = ["ProcessId", "held_namespaces", "identify", "namespaces_in_use"]
 
 _NAMESPACES = ("mnt", "net", "pid")
 
@@ -58,14 +58,29 @@ def identify(pid: int) -> ProcessId | None:
     return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
 
 
-def namespaces_of(pid: int) -> frozenset[str]:
-    """The namespaces of a process that a machine of ours has for itself, as `net:[4026532281]`."""
-    return frozenset(str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in _NAMESPACES)
+@contextlib.contextmanager
+def held_namespaces(*pids: int) -> Iterator[frozenset[str]]:
+    """The namespaces of processes, named as `net:[4026532281]`, kept alive meanwhile.
+
+    The system gives a name again when a namespace has ended: only while one is held can its name
+    tell whether somebody is still in it. Processes that have ended are left out.
+    """
+    with contextlib.ExitStack() as stack:
+        names = set()
+        for pid in pids:
+            for kind in _NAMESPACES:
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    path = Path(f"/proc/{pid}/ns/{kind}")
+                    stack.enter_context(path.open("rb"))
+                    names.add(str(path.readlink()))
+        yield frozenset(names)
 
 
 def namespaces_in_use(wanted: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """Processes that are in one of `wanted`, with its name."""
+    """Pairs (process, namespace) of who is in one of `wanted`, which the caller holds."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            for namespace in namespaces_of(int(folder.name)) & wanted:
-                yield int(folder.name), namespace
+            for kind in _NAMESPACES:
+                namespace = str((folder / "ns" / kind).readlink())
+                if namespace in wanted:
+                    yield int(folder.name), namespace

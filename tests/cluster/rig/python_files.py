@@ -163,6 +163,7 @@ def ensure_site_packages(
         # seconds to compile.
         compileall.compile_dir(partial, quiet=2, workers=0)
         partial.rename(target)
+    target.touch()  # so that what is used is not forgotten
     return target, key
 
 

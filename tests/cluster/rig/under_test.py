@@ -82,13 +82,11 @@ class ClusterUnderTest:
         """Start a killed node on its old disk and wait until it is Ready."""
         if self.rig:
             self.rig.start_node(node)
+            self.rig.wait_ready(timeout_seconds=timeout_seconds)
         else:
             self._docker("start", node)
-        wait_for(
-            f"{node} to be Ready", lambda: self.is_ready(node), timeout_seconds=timeout_seconds
-        )
-        if self.rig:
-            self.rig.wait_ready(timeout_seconds=timeout_seconds)
+            what = f"{node} to be Ready"
+            wait_for(what, lambda: self.is_ready(node), timeout_seconds=timeout_seconds)
 
     def _docker(self, verb: str, node: str) -> None:
         if shutil.which("docker") is None:
