@@ -37,7 +37,7 @@ from trainmount_files.per_process import PerProcess
 from trainmount_files.sdk import Credentials
 from trainmount_files.signed_urls import SignedUrls
 from trainmount_files.transfer import Transport
-from trainmount_files.upload import Uploads
+from trainmount_files.upload import SourceTooShort, Uploads
 from trainmount_files.volume import MIB, Buffer, ByteRange, Capabilities, FileStat, Page, Upload
 
 __all__ = ["FilesApiVolume"]
@@ -292,6 +292,9 @@ class FilesApiVolume:
         try:
             yield
             return
+        except SourceTooShort:
+            # Ours, not the store's.
+            raise
         except (AlreadyExists, InvalidRequest) as error:
             refusal = error
         is_plain = isinstance(refusal, AlreadyExists) and not overwrite

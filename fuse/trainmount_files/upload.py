@@ -34,7 +34,7 @@ from trainmount_files.retry import Cancellation
 from trainmount_files.transfer import FileSlice, Transport
 from trainmount_files.volume import MIB, Buffer, FileStat
 
-__all__ = ["Uploads", "part_size_for"]
+__all__ = ["SourceTooShort", "Uploads", "part_size_for"]
 
 _REFUSALS: Final = (InvalidRequest, NotFound, PermissionDenied, Unsupported)
 """What a store that offers no parts says to the first question or the first part; one PUT then
@@ -191,7 +191,7 @@ class Uploads:
             # cost of one part.
             try:
                 send(*slices[0])
-            except _SourceTooShort:
+            except SourceTooShort:
                 raise
             except _REFUSALS:
                 if may_fall_back:
@@ -260,7 +260,7 @@ class _Stop:
         return True
 
 
-class _SourceTooShort(InvalidRequest):
+class SourceTooShort(InvalidRequest):
     """The file that is being stored has become shorter; nothing that the store said."""
 
 
@@ -269,4 +269,4 @@ def _failure_of(future: Future[None]) -> BaseException | None:
 
 
 def _short(path: str, size_bytes: int) -> VolumeError:
-    return _SourceTooShort("upload", path, f"the source has fewer than {size_bytes} bytes")
+    return SourceTooShort("upload", path, f"the source has fewer than {size_bytes} bytes")

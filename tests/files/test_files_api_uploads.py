@@ -257,17 +257,21 @@ def test_a_delete_whose_reply_was_lost_is_success(
 
 
 def test_a_source_that_is_cut_meanwhile_is_never_published(
-    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
+    scripted: MakeVolume, local: Path
 ) -> None:
-    # The sizes are looked at when the call begins; the file is cut while the first part waits.
-    server.inject(Fault(route="initiate_upload", latency_ms=300))
-    timer = threading.Timer(0.1, os.truncate, (local, 70_000))
-    timer.start()
-    with local.open("rb") as source, pytest.raises(InvalidRequest, match="fewer than 100000"):
-        remote.upload("file", source, len(DATA))
-    timer.join()
-    assert not (served / "file").exists()
-    assert_nothing_is_left(server)
+    seen: list[str] = []
+    inner = multipart_script([], Scripted(headers=OURS), seen)
+
+    def script(request: Request) -> Scripted:
+        if "initiate-upload" in request.target:
+            os.truncate(local, 70_000)
+        answer: Scripted = inner(request)
+        return answer
+
+    _, volume = scripted(script)
+    with pytest.raises(InvalidRequest, match="fewer than 100000"):
+        upload(volume, local)
+    assert seen == ["abort"]
 
 
 def test_a_source_that_is_deleted_meanwhile_is_stored_whole(
@@ -279,18 +283,23 @@ def test_a_source_that_is_deleted_meanwhile_is_stored_whole(
     assert (served / "file").read_bytes() == DATA
 
 
-def test_an_upload_is_cancelled_while_it_waits(
-    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
-) -> None:
-    server.inject(Fault(route="presigned_put", status=503, retry_after="1"))
+def test_an_upload_is_cancelled_while_it_waits(scripted: MakeVolume, local: Path) -> None:
     cancel = threading.Event()
-    timer = threading.Timer(0.2, cancel.set)
-    timer.start()
+    seen: list[str] = []
+    inner = multipart_script([], Scripted(headers=OURS), seen)
+
+    def script(request: Request) -> Scripted:
+        if request.target.startswith("/signed/"):
+            cancel.set()
+            return Scripted(status=503, headers={"Retry-After": "1"})
+        answer: Scripted = inner(request)
+        return answer
+
+    server, volume = scripted(script)
     with pytest.raises(Cancelled):
-        upload(remote, local, cancel=cancel)
-    timer.join()
-    assert not (served / "file").exists()
-    assert_nothing_is_left(server)
+        upload(volume, local, cancel=cancel)
+    assert seen == ["abort"]
+    assert len(server.asked("PUT", "/signed/")) == 1
 
 
 def test_files_just_below_at_and_above_the_threshold_take_the_right_way(
