@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from rig.archive import Entry, Link, tree
 from rig.errors import SetupError
 from rig.locations import PROJECT, Progress, digest_of
@@ -181,19 +182,25 @@ def host_site_packages() -> Path:
 
 def torch_packages() -> list[str]:
     """Names in `host_site_packages` that belong to torch and to what it requires."""
-    names, waiting = set[str](), ["torch"]
+    seen = set[tuple[str, str]]()
+    waiting = [Requirement("torch")]
     files = set[str]()
     while waiting:
-        name = waiting.pop()
-        if name in names:
+        wanted = waiting.pop()
+        extras = wanted.extras or {""}
+        if all((wanted.name, extra) in seen for extra in extras):
             continue
-        names.add(name)
+        seen |= {(wanted.name, extra) for extra in extras}
         try:
-            distribution = importlib.metadata.distribution(name)
+            distribution = importlib.metadata.distribution(wanted.name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # a requirement of another platform
+            continue  # optional, or of another platform
         files |= {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}
-        waiting += [re.split(r"[^\w.-]", text)[0] for text in distribution.requires or ()]
+        for text in distribution.requires or ():
+            needed = Requirement(text)
+            marker = needed.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(needed)
     return sorted(files - {"__pycache__", "bin"})
 
 
