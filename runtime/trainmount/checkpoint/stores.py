@@ -114,6 +114,7 @@ class DirectoryStore:
             raise
         # The entries of the directory have to be durable before the name that vouches for them is.
         _fsync_directory(path.parent)
+        _fsync_directory(self._root)
         sink.path.replace(path)
         _fsync_directory(path.parent)
 
