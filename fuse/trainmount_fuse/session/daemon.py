@@ -36,6 +36,7 @@ from trainmount_fuse.session.init_reply import (
     improved_reply,
     max_pages_limit,
 )
+from trainmount_fuse.session.stacks import describe_stacks
 from trainmount_fuse.session.wire import decoded_init, receive, send
 from trainmount_fuse.settings import MountSettings, SettingsError
 
@@ -137,9 +138,10 @@ class _Generation:
             send(self._control, {"state": "ready", "pid": os.getpid()})
             with self._scope:
                 await serve_session()
+            logger.info("the daemon ends", extra={"reason": self._reason.value})
+            code = await self._finish()
             nursery.cancel_scope.cancel()
-        logger.info("the daemon ends", extra={"reason": self._reason.value})
-        return await self._finish()
+        return code
 
     async def _handshake(self, far: socket.socket) -> bytes:
         """Let libfuse answer the kernel's INIT; its answer."""
@@ -189,10 +191,14 @@ class _Generation:
 
     async def _heed_signals(self, task_status: trio.TaskStatus[None]) -> None:
         reasons = {signal.SIGTERM: _Reason.STOP, signal.SIGUSR1: _Reason.REPLACE}
-        with trio.open_signal_receiver(*reasons) as received:
+        with trio.open_signal_receiver(*reasons, signal.SIGUSR2) as received:
             task_status.started()
             async for number in received:
-                self._end(reasons[signal.Signals(number)])
+                reason = reasons.get(signal.Signals(number))
+                if reason is None:
+                    logger.info("stacks were asked for", extra={"stacks": describe_stacks()})
+                else:
+                    self._end(reason)
 
     async def _heed_supervisor(self) -> None:
         """The supervisor says nothing more; the socket's end is its death."""
