@@ -103,22 +103,26 @@ class Unavailable(CsiError):
     grpc_code = "UNAVAILABLE"
 
 
-# The first match counts; VolumeError itself is the last.
-_KINDS: tuple[tuple[type[volume_errors.VolumeError], type[CsiError]], ...] = (
-    (volume_errors.NotFound, NotFound),
-    (volume_errors.Unauthenticated, Unauthenticated),
-    (volume_errors.PermissionDenied, PermissionDenied),
-    (volume_errors.InvalidRequest, InvalidArgument),
-    (volume_errors.NotADirectory, InvalidArgument),
-    (volume_errors.AlreadyExists, AlreadyExists),
-    (volume_errors.Unsupported, Unsupported),
-    (volume_errors.VolumeError, Unavailable),
+# The first match counts; VolumeError itself is the last. The words are for a pod's event, where the
+# store's own reason is often no more than a status code.
+_KINDS: tuple[tuple[type[volume_errors.VolumeError], type[CsiError], str], ...] = (
+    (volume_errors.NotFound, NotFound, "does not exist, or this identity may not see it"),
+    (volume_errors.Unauthenticated, Unauthenticated, "the host does not take the token"),
+    (volume_errors.PermissionDenied, PermissionDenied, "this identity may not use it"),
+    (volume_errors.InvalidRequest, InvalidArgument, "refused"),
+    (volume_errors.NotADirectory, InvalidArgument, "not a directory"),
+    (volume_errors.AlreadyExists, AlreadyExists, "exists already"),
+    (volume_errors.Unsupported, Unsupported, "not supported"),
+    (volume_errors.VolumeError, Unavailable, "not available now"),
 )
 
 
-def from_volume_error(error: volume_errors.VolumeError, what: str) -> CsiError:
-    """The same failure as a caller of the driver sees it; `what` names the volume or the key."""
-    for volume_error, csi_error in _KINDS:
+def from_volume_error(
+    error: volume_errors.VolumeError, source: str, host: str | None = None
+) -> CsiError:
+    """The same failure as a caller of the driver sees it: which volume, where, what, why."""
+    where = f" at {host}" if host else ""
+    for volume_error, csi_error, words in _KINDS:
         if isinstance(error, volume_error):
-            return csi_error(f"{what}: {error.reason}")
+            return csi_error(f"{source}{where}: {words} ({error.reason})")
     raise AssertionError("every VolumeError matches the last kind")

@@ -3,8 +3,9 @@ hand.
 
 What the container needs, for `--daemons pod`:
 
-- `securityContext.privileged: true`: for mount(2), and because only privileged containers may have
-  Bidirectional propagation;
+- `securityContext: {privileged: true, runAsUser: 0, runAsGroup: 0}`: for mount(2), because only
+  privileged containers may have Bidirectional propagation, and because the image's own user is not
+  root;
 - hostPath `/var/lib/kubelet` at the same path, `mountPropagation: Bidirectional`, and no second
   mount of any folder in it: a copy of a FUSE mount that is seen there keeps that mount from ever
   going away. So the CSI socket is `/var/lib/kubelet/plugins/csi.trainmount.dev/csi.sock`, and the

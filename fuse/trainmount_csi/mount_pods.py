@@ -229,11 +229,16 @@ def connect() -> client.CoreV1Api:
     Raises:
         ConnectionError: neither is there.
     """
-    load_config: Any = config.load_config
+    # The client's own `load_config` asks in the other order, and prints.
+    in_cluster: Any = config.load_incluster_config
+    by_file: Any = config.load_kube_config
     try:
-        load_config()
-    except ConfigException as error:
-        raise ConnectionError(f"no way to the API server: {error}") from error
+        in_cluster()
+    except ConfigException:
+        try:
+            by_file()
+        except ConfigException as error:
+            raise ConnectionError(f"no way to the API server: {error}") from error
     return client.CoreV1Api()
 
 
@@ -357,4 +362,4 @@ def _message(error: Exception) -> str:
 
 
 def _unavailable(what: str, error: Exception) -> Unavailable:
-    return Unavailable(f"cannot {what}: the API server answered {_message(error)}")
+    return Unavailable(f"cannot {what} (API server: {_message(error)})")

@@ -74,4 +74,4 @@ def within(
         where = f" at {credentials.host}" if credentials.host else ""
         raise Unavailable(f"{source}{where} has not answered for {timeout_seconds:.0f} s") from None
     except VolumeError as error:
-        raise from_volume_error(error, source) from error
+        raise from_volume_error(error, source, credentials.host) from error

@@ -35,6 +35,7 @@ class PodServer(ThreadingHTTPServer):
         self.forbidden_priority_class = ""
         self.num_created = 0
         self.is_open = True
+        self.is_broken = False
 
     @property
     def url(self) -> str:
@@ -88,6 +89,9 @@ class PodHandler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
+        if self.server.is_broken:
+            self._answer(500, {"message": "broken"})
+            return
         query = parse_qs(urlsplit(self.path).query)
         wanted = dict(
             pair.split("=") for pair in query.get("labelSelector", [""])[0].split(",") if pair
@@ -270,9 +274,8 @@ def test_pods_of_other_nodes_are_not_ours(
 def test_an_api_server_that_refuses_is_one_line(
     api: PodServer, launcher: PodLauncher, folder: DaemonFolder
 ) -> None:
-    launcher.close()
-    api.close()
-    with pytest.raises(Unavailable, match="cannot list mount pods: the API server answered"):
+    api.is_broken = True
+    with pytest.raises(Unavailable, match=r"cannot list mount pods \(API server: 500"):
         launcher.ensure(folder)
 
 

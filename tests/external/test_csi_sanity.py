@@ -26,7 +26,7 @@ def binary() -> str | None:
     if named:
         return named
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    built = [*sorted(cache.glob("trainmount/**/csi-sanity")), Path("/tmp/rigbin/csi-sanity")]
+    built = sorted(cache.glob("trainmount/**/csi-sanity"))
     found = (str(path) for path in built if os.access(path, os.X_OK))
     return shutil.which("csi-sanity") or next(found, None)
 

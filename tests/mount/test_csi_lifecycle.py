@@ -343,17 +343,19 @@ def test_a_wrong_token_and_a_missing_volume_are_one_clear_line_before_any_mount(
     target = place / "t"
     wrong = {**volumes.secrets, "DATABRICKS_TOKEN": "dapi-wrong"}
     source = "/Volumes/main/default/data"
-    for secrets, name, code in (
-        (wrong, source, grpc.StatusCode.UNAUTHENTICATED),
-        (volumes.secrets, "/Volumes/main/default/nothing", grpc.StatusCode.NOT_FOUND),
-        ({}, source, grpc.StatusCode.INVALID_ARGUMENT),
-        (volumes.secrets, "s3:/nowhere", grpc.StatusCode.INVALID_ARGUMENT),
+    missing = "/Volumes/main/default/nothing"
+    code = grpc.StatusCode
+    for secrets, name, expected, words in (
+        (wrong, source, code.UNAUTHENTICATED, "does not take the token"),
+        (volumes.secrets, missing, code.NOT_FOUND, f"{missing} at http://127.0.0.1"),
+        ({}, source, code.INVALID_ARGUMENT, "nodePublishSecretRef"),
+        (volumes.secrets, "s3:/nowhere", code.INVALID_ARGUMENT, "must be /Volumes/"),
     ):
         with pytest.raises(grpc.RpcError) as caught:
             plugin.publish(target, name, secrets=secrets)
-        assert caught.value.code() is code
+        assert caught.value.code() is expected
         message = caught.value.details() or ""
-        assert message
+        assert words in message
         assert "\n" not in message
         assert "dapi-" not in message
     assert plugin.folders() == []
