@@ -77,6 +77,7 @@ class Filesystem:
         self._volume = volume
         self._settings = settings
         self._core: Core | None = None
+        self._recovered = trio.Event()
 
     async def start(self) -> None:
         """Take over what the state directory holds, and begin to upload what was left there.
@@ -88,15 +89,14 @@ class Filesystem:
         self._content = Content(core)
         self._namespace = Namespace(core, self._content)
         recovery = Recovery(core, self._content)
-        pending = recovery.sort()
-        if pending:
-            trio.lowlevel.spawn_system_task(recovery.upload, pending)
+        trio.lowlevel.spawn_system_task(self._recover, recovery, recovery.sort())
 
     async def stop(self) -> None:
         """Upload what is not uploaded yet, then free everything. What fails stays for the next
         start.
         """
         core = self._started()
+        await self._recovered.wait()
         for ino in core.staging.inos():
             try:
                 await self._content.upload(core.inodes.get(ino))
@@ -346,6 +346,12 @@ class Filesystem:
         if self._core is None:
             raise OSError(errno.ENOTCONN, "the filesystem is not started")
         return self._core
+
+    async def _recover(self, recovery: Recovery, pending: list[Inode]) -> None:
+        try:
+            await recovery.upload(pending)
+        finally:
+            self._recovered.set()
 
     async def _list(self, directory: Inode) -> list[tuple[int, str, FileStat | None, float]]:
         core = self._started()

@@ -278,6 +278,10 @@ class Namespace:
         """
         core = self._core
         prefix = f"{old_path}/"
+        for ino in core.handles.open_inos():
+            # Those that a predecessor opened may not be in memory yet.
+            with suppress(OSError):
+                core.inodes.get(ino)
         for inode in core.inodes.in_memory():
             known = inode.stat
             if known is None or not known.path.startswith(prefix):

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -315,11 +316,24 @@ class Staging:
                 self._by_ino[row.ino] = staged
             known.add(str(row.id))
         if not self._journal.is_whole:
-            # Files that a damaged journal named may be the only copy of something.
-            return
+            self._set_aside()
         for path in self._directory.iterdir():
             if path.name not in known:
                 path.unlink(missing_ok=True)
+
+    def _set_aside(self) -> None:
+        """Files that a damaged journal named may be the only copy of something."""
+        found = list(self._directory.iterdir())
+        if not found:
+            return
+        kept = self._directory.with_name(f"{self._directory.name}-kept-{time.time_ns()}")
+        kept.mkdir()
+        for path in found:
+            path.rename(kept / path.name)
+        log.error(
+            "Files whose names were lost with the journal are kept",
+            extra={"directory": str(kept), "num_files": len(found)},
+        )
 
 
 def remote_stat(volume: Volume, path: str) -> FileStat | None:

@@ -217,3 +217,43 @@ async def test_stop_uploads_what_programs_still_have_open(world: Any) -> None:
     await a.fs.stop()
     assert world.remote_files() == {"f": b"data"}
     assert await world.errno_from(a.fs.getattr(ROOT_INO)) == errno.ENOTCONN
+
+
+async def test_a_handle_from_a_dead_daemon_reads_on_after_its_directory_was_renamed(
+    world: Any,
+) -> None:
+    data = os.urandom(20_000)
+    a = await world.node(cache_size_bytes=4096)
+    await a.mkdir("d")
+    await a.write("d/f", data)
+    fh = await a.open("d/f")
+    await a.crash()
+    await a.rename("d", "e")
+    assert await a.read_handle(fh) == data
+    await a.close(fh)
+
+
+async def test_stop_waits_for_the_files_that_were_left(world: Any) -> None:
+    a = await world.node()
+    fh = await a.open("f", WRONLY_NEW)
+    await a.fs.write(fh, 0, b"left")
+    await a.remount()
+    await a.fs.stop()
+    assert world.remote_files() == {"f": b"left"}
+    assert a.staging_files() == []
+
+
+@pytest.mark.parametrize("operation", ["unlink", "rename", "mkdir"])
+async def test_what_a_live_daemon_has_answered_is_no_repetition(world: Any, operation: str) -> None:
+    a = await world.node()
+    await a.write("f", b"1")
+    await a.mkdir("d")
+    requests = {
+        "unlink": lambda: a.fs.unlink(ROOT_INO, b"f"),
+        "rename": lambda: a.fs.rename(ROOT_INO, b"f", ROOT_INO, b"g", 0),
+        "mkdir": lambda: a.fs.mkdir(ROOT_INO, b"d", 0o755),
+    }
+    number = errno.EEXIST if operation == "mkdir" else errno.ENOENT
+    if operation != "mkdir":
+        await requests[operation]()
+    assert await world.errno_from(requests[operation]()) == number
