@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.session.exit_codes import EXIT_CONFIGURATION, EXIT_ENDED, EXIT_FAILED
@@ -128,7 +128,9 @@ def _mount_in_foreground(options: argparse.Namespace) -> int:
             settings=MountSettings(source=options.source, **chosen),
             ready_file=options.ready_file,
             read_ahead_kib=options.read_ahead_kib,
-            supervisor=SupervisorOptions(stop_timeout_seconds=options.stop_timeout),
+            supervisor=SupervisorOptions(
+                stop_timeout_seconds=options.stop_timeout, **_daemon_options(options)
+            ),
             on_mounted=lambda: _notify(options.notify_fd),
         )
     )
@@ -164,6 +166,13 @@ def _mount_behind(options: argparse.Namespace) -> int:
     return code or EXIT_FAILED
 
 
+def _daemon_options(options: argparse.Namespace) -> dict[str, Any]:
+    """A verbose mount has verbose daemons."""
+    if not options.verbose:
+        return {}
+    return {"daemon_command": (sys.executable, "-m", "trainmount_fuse", "--verbose", "daemon")}
+
+
 def _notify(fd: int | None) -> None:
     if fd is not None:
         os.write(fd, MOUNTED)
@@ -188,6 +197,7 @@ def _serve(options: argparse.Namespace) -> int:
             keeper_address=options.keeper,
             reclaim_address=options.reclaim,
             stop_timeout_seconds=options.stop_timeout,
+            **_daemon_options(options),
         ),
         RestartBudget(),
     )
