@@ -189,7 +189,9 @@ class BlockCache:
         return fetched
 
     def rekey(self, old: FileKey, new: FileKey) -> None:
-        """The content of `old` is now that of `new`; what cannot be moved is fetched again later."""
+        """The content of `old` is now that of `new`; what cannot be moved is fetched
+        again later.
+        """
         if old.size_bytes != new.size_bytes or old == new:
             return
         try:
@@ -229,7 +231,9 @@ class BlockCache:
         return sum(file.length_of(index) for index in file.present())
 
     def free_space(self, needed_bytes: int) -> bool:
-        """Throw out blocks until `needed_bytes` more fit above the floor; false where they cannot."""
+        """Throw out blocks until `needed_bytes` more fit above the floor; false where
+        they cannot.
+        """
         with self._lock:
             while _free_bytes(self._directory) - needed_bytes < self._floor_bytes:
                 if not self._evict_oldest():

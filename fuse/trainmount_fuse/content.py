@@ -168,7 +168,9 @@ class Content:
             core.inodes.drop(inode)
 
     async def keep_for_handles(self, inode: Inode) -> None:
-        """The name goes away while the file is open: have its bytes here. The inode's lock is held."""
+        """The name goes away while the file is open: have its bytes here. The inode's
+        lock is held.
+        """
         core = self._core
         if core.staged(inode) is not None or not core.handles.is_open(inode.ino):
             return
@@ -263,7 +265,9 @@ class Content:
         inode.set_mtime_ns = None
 
     async def _ensure_staged(self, inode: Inode, keep_bytes: int | None = None) -> StagedFile:
-        """Local bytes of the inode, from the store where there are none. The inode's lock is held."""
+        """Local bytes of the inode, from the store where there are none. The inode's
+        lock is held.
+        """
         core = self._core
         staged = core.staged(inode)
         if staged is not None:
@@ -311,7 +315,9 @@ class Content:
             core.blocks.release(file)
 
     async def _upload(self, inode: Inode) -> None:
-        """Send local bytes that the store lacks. The tree is shared and the inode's lock is held."""
+        """Send local bytes that the store lacks. The tree is shared and the inode's lock
+        is held.
+        """
         core = self._core
         staged = core.staged(inode)
         if staged is None or staged.state is not StagedState.DIRTY:

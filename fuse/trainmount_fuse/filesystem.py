@@ -112,7 +112,9 @@ class Filesystem:
     # Names and attributes
 
     async def lookup(self, parent_ino: int, name: bytes) -> Attributes:
-        """The attributes of a name; `ino` 0 where it is not there. Counts one lookup of the inode."""
+        """The attributes of a name; `ino` 0 where it is not there. Counts one lookup of
+        the inode.
+        """
         core = self._started()
         directory = core.directory(parent_ino)
         inode, asked_at = await core.resolve(
@@ -124,7 +126,9 @@ class Filesystem:
         return core.attributes(inode)
 
     async def forget(self, lookups: Iterable[tuple[int, int]]) -> None:
-        """The kernel dropped that many lookups of each inode. Numbers we do not know are ignored."""
+        """The kernel dropped that many lookups of each inode. Numbers we do not know are
+        ignored.
+        """
         core = self._started()
         for ino, count in lookups:
             inode = core.inodes.known(ino)
@@ -182,7 +186,9 @@ class Filesystem:
     async def create(
         self, parent_ino: int, name: bytes, mode: int, flags: int
     ) -> tuple[OpenFile, Attributes]:
-        """A new file, open. With O_EXCL the store, too, refuses to overwrite (at the first close)."""
+        """A new file, open. With O_EXCL the store, too, refuses to overwrite (at the
+        first close).
+        """
         core = self._started()
         directory = core.directory(parent_ino)
         opened, attributes = await self._namespace.create(directory, decode_name(name), mode, flags)
@@ -195,7 +201,9 @@ class Filesystem:
         return await self._content.read(core.handles.get(fh), offset, size)
 
     async def write(self, fh: int, offset: int, data: bytes | bytearray | memoryview) -> int:
-        """The bytes are safe from this process's death when it returns; the same again is harmless."""
+        """The bytes are safe from this process's death when it returns; the same again
+        is harmless.
+        """
         core = self._started()
         return await self._content.write(core.handles.get(fh), offset, data)
 

@@ -160,7 +160,9 @@ class InodeTable:
             self._database.execute("COMMIT")
 
     def path_of(self, inode: Inode) -> str:
-        """Path below the volume's root. Raises OSError ESTALE where it hangs in no tree any more."""
+        """Path below the volume's root. Raises OSError ESTALE where it hangs in no tree
+        any more.
+        """
         names: list[str] = []
         while inode.ino != ROOT_INO:
             if inode.link is not Link.LINKED:

@@ -41,7 +41,9 @@ class Namespace:
     async def create(
         self, directory: Inode, name: str, mode: int, flags: int
     ) -> tuple[OpenFile, Attributes]:
-        """A new file, open; the store learns of it at the first close. Raises VolumeError, OSError."""
+        """A new file, open; the store learns of it at the first close. Raises
+        VolumeError, OSError.
+        """
         core = self._core
         core.require_writable()
         async with core.tree.shared(), directory.lock:
@@ -125,7 +127,9 @@ class Namespace:
     async def rename(
         self, old_parent: Inode, old_name: str, new_parent: Inode, new_name: str, flags: int
     ) -> None:
-        """Raises OSError as rename(2), EINVAL for flags other than RENAME_NOREPLACE; VolumeError."""
+        """Raises OSError as rename(2), EINVAL for flags other than RENAME_NOREPLACE;
+        VolumeError.
+        """
         core = self._core
         core.require_writable()
         if flags & ~RENAME_NOREPLACE:
@@ -232,7 +236,9 @@ class Namespace:
     async def _rename_directory(
         self, old: tuple[Inode, str], new: tuple[Inode, str], *, is_repeated: bool
     ) -> None:
-        """A volume moves files only: make the new directories, move each file, remove the old ones."""
+        """A volume moves files only: make the new directories, move each file, remove
+        the old ones.
+        """
         core = self._core
         (old_parent, old_name), (new_parent, new_name) = old, new
         source, _ = await core.resolve(old_parent, old_name, 0.0)

@@ -57,7 +57,9 @@ class Recovery:
         return pending
 
     async def upload(self, pending: list[Inode]) -> None:
-        """Send them, one after the other. An error leaves a file as failed, and the others go on."""
+        """Send them, one after the other. An error leaves a file as failed, and the
+        others go on.
+        """
         for inode in pending:
             try:
                 await self._upload_one(inode)

@@ -27,7 +27,9 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MountSettings:
-    """Everything a daemon needs to serve one mount, apart from the descriptor and the credentials."""
+    """Everything a daemon needs to serve one mount, apart from the descriptor and the
+    credentials.
+    """
 
     source: str
     """URL of the volume: `/Volumes/c/s/v[/sub]`, `dbfs:/Volumes/...`, `file:///dir`."""

@@ -179,7 +179,9 @@ class Staging:
         return os.pread(staged.descriptor(), size, offset)
 
     def write(self, staged: StagedFile, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """All of `data`, or OSError and the rest is as it was not written. Raises OSError ENOSPC."""
+        """All of `data`, or OSError and the rest is as it was not written. Raises
+        OSError ENOSPC.
+        """
         self.reserve(len(data))
         self._mark_dirty(staged)
         fd = staged.descriptor()

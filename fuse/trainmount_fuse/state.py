@@ -108,7 +108,9 @@ class Intents:
         self._ended.append((time.monotonic(), row_id))
 
     def claim(self, operation: str, parent_ino: int, name: str) -> str | None:
-        """The argument of a predecessor's same intent, once; None where there is none or too late."""
+        """The argument of a predecessor's same intent, once; None where there is none or
+        too late.
+        """
         if time.monotonic() > self._claims_end:
             return None
         row = self._database.execute(

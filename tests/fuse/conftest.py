@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -91,9 +92,7 @@ class WatchedVolume:
             self.fetched_ranges.append(byte_range)
 
     def put(self, path: str, data: Buffer, *, overwrite: bool = True) -> FileStat:
-        return self._call(
-            "upload", path, lambda: self.inner.put(path, data, overwrite=overwrite)
-        )
+        return self._call("upload", path, lambda: self.inner.put(path, data, overwrite=overwrite))
 
     def upload(
         self,
@@ -105,9 +104,7 @@ class WatchedVolume:
         cancel: threading.Event | None = None,
     ) -> FileStat:
         def upload() -> FileStat:
-            return self.inner.upload(
-                path, source, size_bytes, overwrite=overwrite, cancel=cancel
-            )
+            return self.inner.upload(path, source, size_bytes, overwrite=overwrite, cancel=cancel)
 
         return self._call("upload", path, upload)
 
@@ -237,7 +234,7 @@ class Node:
         start = 0
         while True:
             # The kernel's buffer takes some entries at a time.
-            page = [entry for _, entry in zip(range(7), await self.fs.readdir(fh, start), strict=False)]
+            page = list(islice(await self.fs.readdir(fh, start), 7))
             if not page:
                 break
             for entry in page:
