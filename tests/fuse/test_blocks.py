@@ -89,7 +89,7 @@ def test_cached_blocks_are_there_after_a_restart_and_are_checked_before_use(
 def test_damage_on_disk_is_noticed_and_fetched_again(
     make_cache: MakeCache, tmp_path: Path, damage: str
 ) -> None:
-    """M4: no block that is not whole is ever given, nor read as zeros."""
+    """No block that is not whole is ever given, nor read as zeros."""
     source = Source(8 * BLOCK)
     first = make_cache()
     first.read(first.open(source.key), 0, len(source.data), source.fetch)

@@ -86,7 +86,7 @@ async def test_opening_for_update_without_writing_uploads_nothing(world: Any) ->
 
 
 async def test_each_close_uploads_at_most_once_and_none_without_new_bytes(world: Any) -> None:
-    """M9: a forked child closes its copy of the descriptor while the parent goes on writing."""
+    """A forked child closes its copy of the descriptor while the parent goes on writing."""
     a = await world.node()
     fh = await a.open("f", os.O_CREAT | os.O_RDWR)
     first, second = os.urandom(1 << 20), os.urandom(1 << 20)
@@ -112,7 +112,7 @@ async def test_fsync_uploads_and_the_handle_goes_on(world: Any) -> None:
 
 
 async def test_many_appends_lose_and_double_nothing(world: Any) -> None:
-    """M12, in small: open for append, write two bytes, close; each stat has grown by two."""
+    """In small: open for append, write two bytes, close; each stat has grown by two."""
     a = await world.node()
     for count in range(60):
         await a.append("log", b"%02d" % count)
@@ -131,7 +131,7 @@ async def test_many_appends_lose_and_double_nothing(world: Any) -> None:
 async def test_a_refused_overwrite_is_an_error_at_close_and_the_old_file_stays(
     world: Any, fault: Exception, number: int
 ) -> None:
-    """M10: the program is told; store, this node and another go on to give the old content."""
+    """The program is told; store, this node and another go on to give the old content."""
     old = os.urandom(100_000)
     (world.remote / "f").write_bytes(old)
     a, b = await world.node("a"), await world.node("b")
@@ -155,7 +155,7 @@ async def test_a_refused_overwrite_is_an_error_at_close_and_the_old_file_stays(
 
 
 async def test_an_unlinked_open_file_lives_on_and_leaves_nothing(world: Any) -> None:
-    """M13: a pid file that is removed before it is closed."""
+    """A pid file that is removed before it is closed."""
     a = await world.node()
     fh = await a.open("pid", os.O_CREAT | os.O_RDWR)
     ino = (await a.stat("pid")).ino
@@ -194,7 +194,7 @@ async def test_an_open_file_of_the_store_is_read_to_its_end_after_unlink(world: 
 async def test_a_handle_of_a_replaced_file_is_stale_and_a_new_one_reads_the_new_bytes(
     world: Any,
 ) -> None:
-    """M3, M21: never a mix of two versions, neither in bytes nor in attributes."""
+    """Never a mix of two versions, neither in bytes nor in attributes."""
     old, new = os.urandom(400_000), os.urandom(400_000)
     (world.remote / "f").write_bytes(old)
     a, b = await world.node("a", prefetch_max_bytes=0), await world.node("b")
@@ -316,7 +316,7 @@ async def test_parallel_reads_fetch_each_block_once(world: Any) -> None:
 
 
 async def test_a_small_cache_gives_right_bytes_while_it_evicts(world: Any) -> None:
-    """M6, in small: more open files than the cache holds, read at once, several rounds."""
+    """In small: more open files than the cache holds, read at once, several rounds."""
     files = {f"f{number}": os.urandom(100_000) for number in range(8)}
     for name, data in files.items():
         (world.remote / name).write_bytes(data)

@@ -34,7 +34,7 @@ async def test_directories_are_made_listed_and_removed(world: Any) -> None:
 
 
 async def test_errors_of_names_have_their_usual_numbers(world: Any) -> None:
-    """M23: although the store's call to make a directory succeeds where one is."""
+    """Although the store's call to make a directory succeeds where one is."""
     a = await world.node()
     await a.mkdir("d")
     await a.write("d/f", b"x")
@@ -135,7 +135,7 @@ async def test_rename_over_a_file_replaces_it_and_keeps_the_inode(world: Any) ->
 
 
 async def test_an_empty_file_and_a_rename_over_it_end_with_the_renamed_bytes(world: Any) -> None:
-    """M11, without a slow store: a part file is renamed over the empty one made in its place."""
+    """Without a slow store: a part file is renamed over the empty one made in its place."""
     a = await world.node()
     data = os.urandom(50_000)
     await a.write("t.part", data)
@@ -185,7 +185,7 @@ async def test_renaming_a_directory_moves_what_is_in_it_uploaded_or_not(world: A
 
 
 async def test_inode_numbers_stay_over_listings_renames_and_restarts(world: Any) -> None:
-    """M22: st_ino is the same each time, d_ino equals it, a rename keeps it."""
+    """St_ino is the same each time, d_ino equals it, a rename keeps it."""
     for number in range(100):
         (world.remote / f"f{number}").write_bytes(b"x" * number)
     times = {f"{kind}_timeout_seconds": 0.0 for kind in ("entry", "attr", "directory", "negative")}
@@ -204,7 +204,7 @@ async def test_inode_numbers_stay_over_listings_renames_and_restarts(world: Any)
 
 
 async def test_an_editor_that_saves_twice_sees_the_time_it_saw_before(world: Any) -> None:
-    """M22: nothing but the save itself changes what `stat` shows."""
+    """Nothing but the save itself changes what `stat` shows."""
     a = await world.node(attr_timeout_seconds=0.0, entry_timeout_seconds=0.0)
     for text in (b"first", b"second"):
         await a.write("f", text)
@@ -239,7 +239,7 @@ async def test_names_that_no_file_system_can_show_are_hidden_and_the_rest_is_lis
 
 
 async def test_a_store_that_does_not_answer_is_no_missing_file(world: Any) -> None:
-    """M32: EAGAIN, never ENOENT, and nothing of it is remembered."""
+    """EAGAIN, never ENOENT, and nothing of it is remembered."""
     (world.remote / "f").write_bytes(b"there")
     a = await world.node()
 

@@ -10,7 +10,7 @@ import trio
 
 
 async def test_an_open_after_another_nodes_close_sees_its_bytes_and_size(world: Any) -> None:
-    """M1: with cached attributes and pages of old content, at another and at the same length."""
+    """With cached attributes and pages of old content, at another and at the same length."""
     a, b = await world.node("a"), await world.node("b")
     await a.write("f", b"twelve bytes")
     assert (await b.stat("f")).size == 12
@@ -42,7 +42,7 @@ async def test_the_kernels_pages_are_kept_while_the_version_stands_and_not_longe
 
 
 async def test_a_follower_reads_each_record_that_was_appended(world: Any) -> None:
-    """M2, in small: attributes come with the listing, then the tail is read."""
+    """In small: attributes come with the listing, then the tail is read."""
     times = {f"{kind}_timeout_seconds": 0.0 for kind in ("entry", "attr", "directory")}
     a, b = await world.node("a"), await world.node("b", **times)
     held = None

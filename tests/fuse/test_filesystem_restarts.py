@@ -77,7 +77,7 @@ async def test_a_left_file_can_be_read_before_it_is_uploaded(world: Any) -> None
 
 
 async def test_files_closed_with_an_error_are_uploaded_by_the_next_mount(world: Any) -> None:
-    """M29: the store is down at close; none is dropped, none is cut."""
+    """The store is down at close; none is dropped, none is cut."""
     a = await world.node()
     contents = {f"f{number}": os.urandom(20_000) for number in range(5)}
     handles = {name: await a.open(name, WRONLY_NEW) for name in contents}

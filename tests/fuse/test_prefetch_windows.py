@@ -30,7 +30,7 @@ def test_random_reads_earn_no_window() -> None:
 
 
 def test_readers_that_share_a_handle_are_told_apart() -> None:
-    """M7: four processes read a quarter each, interleaved, through one descriptor."""
+    """Four processes read a quarter each, interleaved, through one descriptor."""
     streams = Streams()
     last = {}
     for step in range(5):
