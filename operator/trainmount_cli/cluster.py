@@ -207,15 +207,18 @@ def connect(*, namespace: str | None, context: str | None) -> ClusterApi:
     shown = os.environ.get("KUBECONFIG") or "~/.kube/config"
     _require_readable(shown)
     try:
-        contexts, current = files.list_kube_config_contexts()
-        files.load_kube_config(context=context, client_configuration=configuration)
+        contexts, current = files.list_kube_config_contexts(config_file=shown)
+        files.load_kube_config(
+            config_file=shown, context=context, client_configuration=configuration
+        )
         chosen = next((c for c in contexts if c["name"] == context), current)
         default = chosen["context"].get("namespace") or "default"
     except config.ConfigException as error:
         raise CliError(f"kubeconfig {shown}: {error}") from None
     except Exception as error:
         # Whatever a malformed file makes the client stumble over: it checks little itself.
-        raise CliError(f"kubeconfig {shown}: cannot be understood ({error})") from None
+        problem = " ".join(str(error).split()) or type(error).__name__
+        raise CliError(f"kubeconfig {shown}: cannot be understood ({problem})") from None
     return ClusterApi(configuration, namespace or default)
 
 

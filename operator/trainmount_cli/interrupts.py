@@ -34,7 +34,6 @@ def detachable(what: str, way_back: str) -> Iterator[None]:
     except _Detached:
         with contextlib.suppress(OSError):
             print(f"\n{what} goes on in the background; back to it: {way_back}", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        sys.exit(EXIT_INTERRUPTED)  # with the signals still ignored
+    for number, handler in previous.items():
+        signal.signal(number, handler)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trainmount_cli.errors import EXIT_FAILED, CliError
+from trainmount_cli.interrupts import detachable
 from trainmount_cli.options import ContextOption, LocalOption, NamespaceOption, OutputOption
 from trainmount_cli.output import Output, print_data, print_line, select, timestamp
 
@@ -90,7 +91,8 @@ def _run_local(
     if dry:
         return _report(output, "DRY_RUN_OK", None, is_dry=True)
     folder = prepare(file, data=data, store=RunStore())
-    start_supervisor(folder, secrets)
+    with detachable(f"run {folder.run_id}", f"trainmount logs --local {folder.run_id} -f"):
+        start_supervisor(folder, secrets)
     return _follow_or_report(folder, output, watch=watch)
 
 
@@ -110,7 +112,8 @@ def _resume(name: str, path: Path | None, *, watch: bool, output: Output) -> int
     secrets = resolve_secrets(job, find)
     require_local(has_volumes=bool(job.spec.volumes))
     num_events, num_attempts = len(folder.read_events()), folder.num_attempts()
-    start_supervisor(folder, secrets)
+    with detachable(f"run {folder.run_id}", f"trainmount logs --local {folder.run_id} -f"):
+        start_supervisor(folder, secrets)
     return _follow_or_report(
         folder, output, watch=watch, skip_events=num_events, first_attempt=num_attempts
     )

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -129,7 +130,8 @@ def cancel(folder: RunFolder, *, timeout_seconds: float) -> bool:
     deadline = time.monotonic() + timeout_seconds
     number = signal.SIGTERM
     while folder.is_alive():
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
         until = min(deadline, time.monotonic() + 5)
         while folder.is_alive() and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)

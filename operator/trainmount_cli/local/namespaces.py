@@ -55,15 +55,15 @@ def enter_namespaces() -> None:
         OSError: this machine does not allow it.
     """
     uid, gid = os.geteuid(), os.getegid()
-    flags = _CLONE_NEWNS | _CLONE_NEWPID
-    if uid != 0:
-        flags |= _CLONE_NEWUSER
-    _check(_libc.unshare(flags), "unshare")
-    if uid != 0:
-        # Without "deny" an ordinary user may not write gid_map.
-        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
-        Path("/proc/self/uid_map").write_text(f"0 {uid} 1", encoding="ascii")
-        Path("/proc/self/gid_map").write_text(f"0 {gid} 1", encoding="ascii")
+    own = _CLONE_NEWNS | _CLONE_NEWPID
+    if uid == 0 and _libc.unshare(own) == 0:
+        return
+    # An ordinary user, or root in a container without the right to mount.
+    _check(_libc.unshare(own | _CLONE_NEWUSER), "unshare")
+    # Without "deny" an ordinary user may not write gid_map.
+    Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1", encoding="ascii")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1", encoding="ascii")
 
 
 def die_with_parent() -> None:

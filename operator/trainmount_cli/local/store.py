@@ -48,6 +48,9 @@ from trainmount_cli.errors import CliError
 __all__ = ["RunFolder", "RunStore", "default_data_directory", "remove", "write_whole"]
 
 _RUN_ID: Final = re.compile(r"[a-z0-9][-a-z0-9.]*")
+# A reader that asks whether somebody lives holds the lock for a moment.
+_LOCK_SECONDS: Final = 2.0
+
 _NODE_LOG: Final = re.compile(r"node-(\d+)\.log")
 
 
@@ -113,21 +116,25 @@ class RunFolder:
 
     def lock(self) -> int | None:
         """Become the supervisor: a descriptor to keep, or None while another one lives."""
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
+        fd = self._open_lock()
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(fd, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                os.close(fd)
+                return None
+            time.sleep(0.05)
         return fd
 
     def is_alive(self) -> bool:
         """Whether a supervisor lives. Says nothing about how far it is."""
-        fd = self.lock()
-        if fd is None:
-            return True
-        os.close(fd)
-        return False
+        fd = self._open_lock()
+        try:
+            return not _try_lock(fd, fcntl.LOCK_SH)
+        finally:
+            os.close(fd)
+
+    def _open_lock(self) -> int:
+        return os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 class RunStore:
@@ -191,6 +198,14 @@ def write_whole(path: Path, text: str) -> None:
 def remove(folder: RunFolder) -> None:
     """Forget a run that never started."""
     shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _state_directory() -> Path:
