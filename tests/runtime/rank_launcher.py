@@ -52,6 +52,7 @@ def _start(
         return pid
     code = 1
     try:
+        os.setsid()  # as torchrun does
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
         os.environ.update(

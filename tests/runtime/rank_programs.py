@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,12 @@ def train(arguments: dict[str, Any]) -> None:
                 step += 1
                 consumed.extend(f"{epoch} {step} {me.rank} {name}\n" for name in names)
                 if step == arguments.get("sigterm_at") and me.rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    # As torchrun does: the whole group of the rank, so its loader workers too.
+                    subprocess.run(
+                        ["kill", "-TERM", "--", f"-{os.getpid()}"],
+                        check=True,
+                        start_new_session=True,
+                    )
                 checkpoints.step(step)
         write_lines(step + 1)
     if me.is_first:

@@ -31,7 +31,7 @@ def stopped(tmp_path_factory: Any, run_ranks: Any) -> Path:
     """A job that got SIGTERM on one of its ranks in the middle of the second epoch."""
     root = tmp_path_factory.mktemp("stopped")
     _make_data(root)
-    assert run_ranks("train", 4, root=str(root), sigterm_at=4, **JOB) == [143] * 4
+    assert run_ranks("train", 4, root=str(root), sigterm_at=4, num_workers=1, **JOB) == [143] * 4
     return root
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -93,6 +94,7 @@ class DataLoader(TorchDataLoader[Any]):
             "drop_last": drop_last,
             "collate_fn": collate_fn,
             "generator": generator,
+            "worker_init_fn": _OwnGroup(kwargs.get("worker_init_fn")),
         }
         if isinstance(dataset, UCVolumeDataset):
             self._files = dataset
@@ -356,6 +358,23 @@ class _RankSampler(Sampler[int]):
         loader = self._loader()
         assert loader is not None, "the iteration that asks holds the loader"
         return loader.next_order()
+
+
+class _OwnGroup:
+    """Starts a loader worker in a process group of its own, then calls the caller's function.
+
+    torchrun passes SIGTERM on to the whole group of a rank. A worker would die of it at once, and
+    torch would then raise in the rank, which could not save any more. A worker still ends when its
+    rank tells it to, and within seconds of its rank's death.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        os.setpgid(0, 0)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker_id)
 
 
 class _Collating:
