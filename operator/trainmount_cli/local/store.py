@@ -15,7 +15,7 @@
 cluster) with these fields besides. Process ids are the machine's:
 
     {"v": 1, "runId": "digits-20260102-030405", "jobName": "digits",
-     "dataDirectory": "/home/me/.local/state/trainmount/volumes",
+     "dataDirectory": "…/trainmount/volumes",
      "server": {"url": "http://127.0.0.1:40001"},
      "pids": {
        "supervisor": 101,              kill -9 of it ends everything of the run at once
