@@ -115,14 +115,28 @@ def requirements(extras: Iterable[str], *, without: frozenset[str] = frozenset()
     return sorted(wanted)
 
 
-def _installed_versions() -> str:
-    """Constraints: what is installed here, so that images run what was tested."""
-    lines = {
-        f"{distribution.metadata['Name']}=={distribution.version}"
-        for distribution in importlib.metadata.distributions()
-        if distribution.metadata["Name"] != "trainmount"
-    }
-    return "\n".join(sorted(lines))
+def _required(wanted: Iterable[str]) -> dict[str, importlib.metadata.Distribution]:
+    """What is installed here of `wanted` and of all that it requires, by name."""
+    seen = set[tuple[str, str]]()
+    waiting = [Requirement(text) for text in wanted]
+    found: dict[str, importlib.metadata.Distribution] = {}
+    while waiting:
+        requirement = waiting.pop()
+        extras = requirement.extras or {""}
+        if all((requirement.name, extra) in seen for extra in extras):
+            continue
+        seen |= {(requirement.name, extra) for extra in extras}
+        try:
+            distribution = importlib.metadata.distribution(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # optional, or of another platform
+        found[distribution.metadata["Name"]] = distribution
+        for text in distribution.requires or ():
+            needed = Requirement(text)
+            marker = needed.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(needed)
+    return found
 
 
 def _uv() -> str:
@@ -146,7 +160,10 @@ def ensure_site_packages(
 ) -> tuple[Path, str]:
     """A folder below `folder` with `wanted` installed and compiled, and its key. Cached by
     versions."""
-    wanted, constraints = list(wanted), _installed_versions()
+    wanted = list(wanted)
+    # Images run the versions that are installed, and so tested, here; other packages don't count.
+    installed = _required(wanted).items()
+    constraints = "\n".join(sorted(f"{name}=={found.version}" for name, found in installed))
     key = digest_of([VERSION, *wanted, constraints])
     target = folder / f"site-{key}"
     if not target.is_dir():
@@ -182,26 +199,12 @@ def host_site_packages() -> Path:
 
 def torch_packages() -> list[str]:
     """Names in `host_site_packages` that belong to torch and to what it requires."""
-    seen = set[tuple[str, str]]()
-    waiting = [Requirement("torch")]
-    files = set[str]()
-    while waiting:
-        wanted = waiting.pop()
-        extras = wanted.extras or {""}
-        if all((wanted.name, extra) in seen for extra in extras):
-            continue
-        seen |= {(wanted.name, extra) for extra in extras}
-        try:
-            distribution = importlib.metadata.distribution(wanted.name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # optional, or of another platform
-        files |= {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}
-        for text in distribution.requires or ():
-            needed = Requirement(text)
-            marker = needed.marker
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
-                waiting.append(needed)
-    return sorted(files - {"__pycache__", "bin"})
+    files = {
+        file.parts[0]
+        for distribution in _required(["torch"]).values()
+        for file in distribution.files or ()
+    }
+    return sorted(files - {"..", "__pycache__", "bin"})
 
 
 def _project_files() -> list[Path]:
