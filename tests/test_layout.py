@@ -67,21 +67,21 @@ def test_no_function_is_longer_than_the_budget() -> None:
 
 
 @pytest.mark.parametrize("path", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_public_surface_is_a_sorted_list_of_names_that_exist(path: Path) -> None:
+def test_a_package_that_exports_names_lists_them(path: Path) -> None:
+    # That the list is sorted and complete is ruff's to say (RUF022, F401).
     tree = ast.parse((path / "__init__.py").read_text())
-    listed = [
-        ast.literal_eval(node.value)
+    exports = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+    ]
+    listed = any(
+        isinstance(target, ast.Name) and target.id == "__all__"
         for node in tree.body
         if isinstance(node, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets)
-    ]
-    for names in listed:
-        assert list(names) == sorted(names)
-    imports_names = any(isinstance(node, ast.ImportFrom) for node in tree.body)
-    future_only = all(
-        node.module == "__future__" for node in tree.body if isinstance(node, ast.ImportFrom)
+        for target in node.targets
     )
-    assert listed or not imports_names or future_only, "re-exports without __all__"
+    assert listed or not exports
 
 
 def test_no_star_import_and_no_promise_of_later_work() -> None:

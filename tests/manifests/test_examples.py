@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from trainmount_operator.spec import parse_job
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "manifests" / "examples"
