@@ -53,11 +53,15 @@ class Namespace:
                 return await self._create_new(directory, name, mode, flags)
         if child.is_directory:
             raise OSError(errno.EISDIR, "is a directory")
-        # Nobody can have closed a handle that the kernel was never told of.
-        given = core.handles.newest(child.ino)
-        if is_claimed and given is not None and core.staged(child) is not None:
+        staged, given = core.staged(child), core.handles.newest(child.ino)
+        if is_claimed and staged is not None and given is not None:
+            # Nobody can have closed a handle that the kernel was never told of.
             return OpenFile(given.fh), core.attributes(child)
-        if flags & os.O_EXCL:
+        # Made by a predecessor that died before it wrote a handle down; its empty file may have
+        # been uploaded since.
+        is_empty = child.stat is not None and child.stat.size_bytes == 0
+        is_ours = is_claimed and (staged is not None or is_empty)
+        if flags & os.O_EXCL and not is_ours:
             raise OSError(errno.EEXIST, "file exists")
         # Made elsewhere since the kernel looked: its size is told together with the handle.
         core.attributes(child)

@@ -55,9 +55,10 @@ class Intents:
 
     The kernel repeats requests that a dead daemon never answered (FUSE_NOTIFY_RESEND); it may have
     carried them out. Each change of a name is written here first. A successor that finds the
-    outcome there already asks `claim`: true means that a predecessor was doing just that. Claims
-    end some time after the start, when every repeated request has long arrived. Used by the event
-    loop's thread only.
+    outcome there already asks `claim`: true means that a predecessor was doing just that. The claim
+    is written down in turn, because the successor, too, may die before it answers. Claims end some
+    time after the start, when every repeated request has long arrived. Used by the event loop's
+    thread only.
     """
 
     SCHEMA: Final = """
@@ -74,8 +75,11 @@ class Intents:
     """
 
     CLAIM_SECONDS: Final = 60.0
-    _ANSWERED_SECONDS: Final = 1.0
-    """An operation that ended longer ago was answered, so that nobody will repeat it."""
+    _ANSWERED_SECONDS: Final = 5.0
+    """An operation that ended longer ago was answered, so that nobody will repeat it. Far above
+    what an answer takes: a row that stays longer does no harm, since the kernel itself refuses what
+    it knows to be done.
+    """
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -108,8 +112,8 @@ class Intents:
         self._ended.append((time.monotonic(), row_id))
 
     def claim(self, operation: str, parent_ino: int, name: str) -> str | None:
-        """The argument of a predecessor's same intent, once; None where there is none or
-        too late.
+        """The argument of a predecessor's same intent, once in each process; None where there is
+        none or too late.
         """
         if time.monotonic() > self._claims_end:
             return None
@@ -126,7 +130,11 @@ class Intents:
         ).fetchone()
         if row is None:
             return None
-        self.retract(row[0])
+        # Ours from here on: not a repetition for this process any more, but for its successors.
+        self._database.execute(
+            "UPDATE intents SET generation = ? WHERE id = ?", (self._generation, row[0])
+        )
+        self.ended(row[0])
         return str(row[1])
 
 

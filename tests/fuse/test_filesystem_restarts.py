@@ -10,6 +10,7 @@ import pytest
 
 from trainmount_files.errors import Unavailable
 from trainmount_fuse.attributes import ROOT_INO
+from trainmount_fuse.handles import HandleTable
 
 WRONLY_NEW = os.O_CREAT | os.O_WRONLY
 
@@ -123,8 +124,9 @@ async def test_inode_numbers_that_were_lost_do_not_lose_left_files(world: Any) -
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-async def test_each_request_may_be_repeated_after_the_daemon_died_in_it(
-    world: Any, moment: str
+@pytest.mark.parametrize("num_deaths", [1, 3])
+async def test_each_request_may_be_repeated_after_daemons_died_in_it(
+    world: Any, moment: str, num_deaths: int
 ) -> None:
     """The kernel repeats what was never answered, whether or not it had been carried out."""
     a = await world.node()
@@ -135,11 +137,13 @@ async def test_each_request_may_be_repeated_after_the_daemon_died_in_it(
     source_ino = (await a.stat("old")).ino
 
     async def repeat(request: Any) -> Any:
-        """Die before or after the request took effect, then get it again."""
+        """Die before or after the request took effect, then get it again, and die in that."""
         if moment == "after":
             await request()
-        await a.crash()
-        return await request()
+        for _ in range(num_deaths):
+            await a.crash()
+            answer = await request()
+        return answer
 
     await repeat(lambda: a.fs.unlink(ROOT_INO, b"gone"))
     assert not await a.exists("gone")
@@ -165,6 +169,26 @@ async def test_each_request_may_be_repeated_after_the_daemon_died_in_it(
     await a.crash()
     await a.unlink("new")
     assert await world.errno_from(a.fs.unlink(ROOT_INO, b"new")) == errno.ENOENT
+
+
+async def test_a_create_whose_daemon_died_before_it_wrote_the_handle_down_is_completed(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = await world.node()
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+
+    def kill(*_: object, **__: object) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HandleTable, "open", kill)
+        with pytest.raises(_Killed):
+            await a.fs.create(ROOT_INO, b"new", 0o644, flags)
+    await a.crash()
+    opened, _ = await a.fs.create(ROOT_INO, b"new", 0o644, flags)
+    await a.fs.write(opened.fh, 0, b"data")
+    await a.close(opened.fh)
+    assert world.remote_files() == {"new": b"data"}
 
 
 class _Killed(BaseException):
