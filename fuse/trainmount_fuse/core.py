@@ -27,6 +27,7 @@ from trainmount_fuse.blocks import BlockCache
 from trainmount_fuse.errno import errno_of_transfer
 from trainmount_fuse.handles import HandleTable
 from trainmount_fuse.inodes import Inode, InodeTable, Link
+from trainmount_fuse.journal import journal_path
 from trainmount_fuse.metadata import Metadata, is_valid_name
 from trainmount_fuse.prefetch import Prefetcher
 from trainmount_fuse.settings import MountSettings
@@ -251,4 +252,4 @@ def transfer_error(error: VolumeError) -> OSError:
 
 def state_paths(state_dir: Path) -> tuple[Path, Path, Path]:
     """Where a mount keeps its two databases and its staging files."""
-    return state_dir / "state.db", state_dir / "journal.db", state_dir / "staging"
+    return state_dir / "state.db", journal_path(state_dir), state_dir / "staging"

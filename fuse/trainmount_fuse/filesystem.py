@@ -41,7 +41,7 @@ from trainmount_fuse.namespace import Namespace
 from trainmount_fuse.prefetch import Prefetcher
 from trainmount_fuse.recovery import Recovery
 from trainmount_fuse.settings import MountSettings
-from trainmount_fuse.staging import Staging
+from trainmount_fuse.staging import FilesNotUploaded, Staging
 from trainmount_fuse.state import Intents, get_meta, open_database, set_meta
 from trainmount_fuse.workers import TreeLock, Workers
 
@@ -88,26 +88,29 @@ class Filesystem:
         self._core = core
         self._content = Content(core)
         self._namespace = Namespace(core, self._content)
-        recovery = Recovery(core, self._content)
-        trio.lowlevel.spawn_system_task(self._recover, recovery, recovery.sort())
+        self._recovery = Recovery(core, self._content)
+        trio.lowlevel.spawn_system_task(self._recover, self._recovery.sort())
 
     async def stop(self) -> None:
-        """Upload what is not uploaded yet, then free everything. What fails stays for the next
-        start.
+        """Upload what is not uploaded yet, then free everything.
+
+        Raises FilesNotUploaded, after everything is freed, where something could not be uploaded.
         """
         core = self._started()
         await self._recovered.wait()
-        for ino in core.staging.inos():
-            try:
-                await self._content.upload(core.inodes.get(ino))
-            except (VolumeError, OSError) as error:
-                fields = {"ino": ino, "reason": str(error)}
-                log.error("A file is not uploaded yet; its bytes are kept", extra=fields)
+        async with trio.open_nursery() as nursery:
+            for ino in core.staging.inos():
+                nursery.start_soon(self._upload_at_stop, core.inodes.get(ino))
+            # Programs were told that these failed; it costs nothing to try once more.
+            nursery.start_soon(self._recovery.upload, self._recovery.failed_again())
+        unsent = core.staging.unsent()
         await core.workers.call(core.prefetcher.close)
         core.staging.close()
         core.blocks.close()
         core.inodes.close()
         self._core = None
+        if unsent:
+            raise FilesNotUploaded(unsent)
 
     # Names and attributes
 
@@ -355,11 +358,18 @@ class Filesystem:
             raise OSError(errno.ENOTCONN, "the filesystem is not started")
         return self._core
 
-    async def _recover(self, recovery: Recovery, pending: list[Inode]) -> None:
+    async def _recover(self, pending: list[Inode]) -> None:
         try:
-            await recovery.upload(pending)
+            await self._recovery.upload(pending)
         finally:
             self._recovered.set()
+
+    async def _upload_at_stop(self, inode: Inode) -> None:
+        try:
+            await self._content.upload(inode)
+        except (VolumeError, OSError) as error:
+            fields = {"ino": inode.ino, "reason": str(error)}
+            log.error("A file is not uploaded yet; its bytes are kept", extra=fields)
 
     async def _list(self, directory: Inode) -> list[tuple[int, str, FileStat | None, float]]:
         core = self._started()

@@ -15,7 +15,7 @@ from typing import Final
 
 from trainmount_fuse.state import open_database
 
-__all__ = ["Journal", "JournalRow", "StagedState"]
+__all__ = ["Journal", "JournalRow", "StagedState", "journal_path", "unsent_paths"]
 
 
 class StagedState(StrEnum):
@@ -36,6 +36,9 @@ class StagedState(StrEnum):
     """
 
 
+_UNSENT: Final = (StagedState.DIRTY, StagedState.FAILED)
+
+
 @dataclass(frozen=True, slots=True)
 class JournalRow:
     """One staging file."""
@@ -54,6 +57,28 @@ class JournalRow:
 
     state: StagedState
     error: str
+
+
+def journal_path(state_dir: Path) -> Path:
+    """Where the mount with this state directory keeps its journal."""
+    return state_dir / "journal.db"
+
+
+def unsent_paths(state_dir: Path) -> list[str]:
+    """Paths in the volume whose last bytes are only here; `?` stands for what a damaged journal
+    named.
+
+    For a process that outlived the daemon: nobody else may have the journal open.
+    """
+    path = journal_path(state_dir)
+    if not path.exists():
+        return []
+    journal = Journal(path)
+    try:
+        unsent = [row.path for row in journal.rows() if row.state in _UNSENT]
+        return unsent if journal.is_whole else [*unsent, "?"]
+    finally:
+        journal.close()
 
 
 class Journal:

@@ -53,7 +53,7 @@ class Recovery:
             if not is_open:
                 pending.append(inode)
         if not core.handles.is_successor:
-            pending.extend(self._failed_ones())
+            pending.extend(self.failed_again())
         return pending
 
     async def upload(self, pending: list[Inode]) -> None:
@@ -84,7 +84,8 @@ class Recovery:
                 log.info("A file left by an earlier daemon was uploaded", extra=fields)
             await self._content.retire(inode)
 
-    def _failed_ones(self) -> list[Inode]:
+    def failed_again(self) -> list[Inode]:
+        """Files whose upload failed before are local bytes once more; `upload` is to send them."""
         core = self._core
         found: list[Inode] = []
         for staged in core.staging.failed():

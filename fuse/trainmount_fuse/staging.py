@@ -20,7 +20,7 @@ from trainmount_files.errors import AlreadyExists, NotFound
 from trainmount_files.volume import ByteRange, FileStat, Volume
 from trainmount_fuse.journal import Journal, JournalRow, StagedState
 
-__all__ = ["CopyInto", "StagedFile", "Staging", "remote_stat"]
+__all__ = ["CopyInto", "FilesNotUploaded", "StagedFile", "Staging", "remote_stat"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,21 @@ _PUT_BYTES: Final = 4 << 20
 """Files up to this size go in one request from memory."""
 
 _COMPARE_BYTES: Final = 8 << 20
+
+_MAX_NAMED: Final = 20
+"""Paths that one message names."""
+
+
+class FilesNotUploaded(OSError):
+    """A mount ended while the store lacks the last bytes of some files; `str()` is one line that
+    names them. They stay in the state directory, and the next mount over it sends them.
+    """
+
+    def __init__(self, paths: list[str]) -> None:
+        more = [f"and {len(paths) - _MAX_NAMED} more"] if len(paths) > _MAX_NAMED else []
+        named = ", ".join([*paths[:_MAX_NAMED], *more])
+        super().__init__(errno.EIO, f"not uploaded and kept: {named}")
+        self.paths = paths
 
 
 class StagedFile:
@@ -110,6 +125,11 @@ class Staging:
     def failed(self) -> list[StagedFile]:
         """Files whose last upload failed and whose programs have closed them, oldest first."""
         return [self._failed[row_id] for row_id in sorted(self._failed)]
+
+    def unsent(self) -> list[str]:
+        """Paths in the volume whose last bytes are only here."""
+        dirty = [one for one in self._by_ino.values() if one.state is StagedState.DIRTY]
+        return sorted({one.volume_path for one in (*dirty, *self._failed.values())})
 
     def drop_leftover(self, staged: StagedFile) -> None:
         """Before the first request: bytes of an earlier daemon that nobody needs."""

@@ -11,6 +11,8 @@ import pytest
 from trainmount_files.errors import Unavailable
 from trainmount_fuse.attributes import ROOT_INO
 from trainmount_fuse.handles import HandleTable
+from trainmount_fuse.journal import unsent_paths
+from trainmount_fuse.staging import FilesNotUploaded
 
 WRONLY_NEW = os.O_CREAT | os.O_WRONLY
 
@@ -241,6 +243,35 @@ async def test_stop_uploads_what_programs_still_have_open(world: Any) -> None:
     await a.fs.stop()
     assert world.remote_files() == {"f": b"data"}
     assert await world.errno_from(a.fs.getattr(ROOT_INO)) == errno.ENOTCONN
+
+
+async def test_stop_names_what_it_could_not_upload_and_keeps_it(world: Any) -> None:
+    a = await world.node()
+    failed = await a.open("failed", WRONLY_NEW)
+    await a.fs.write(failed, 0, b"1")
+    open_still = await a.open("open", WRONLY_NEW)
+    await a.fs.write(open_still, 0, b"2")
+    a.volume.fault = _store_down
+    assert await world.errno_from(a.close(failed), transfer=True) == errno.EIO
+    with pytest.raises(FilesNotUploaded, match=r"not uploaded and kept: failed, open$") as told:
+        await a.fs.stop()
+    assert told.value.paths == ["failed", "open"] == unsent_paths(a.settings.state_dir)
+    a.volume.fault = None
+    await a.remount()
+    await a.fs.stop()
+    assert world.remote_files() == {"failed": b"1", "open": b"2"}
+    assert unsent_paths(a.settings.state_dir) == []
+
+
+async def test_stop_tries_once_more_what_programs_were_told_has_failed(world: Any) -> None:
+    a = await world.node()
+    fh = await a.open("f", WRONLY_NEW)
+    await a.fs.write(fh, 0, b"data")
+    a.volume.fault = _store_down
+    assert await world.errno_from(a.close(fh), transfer=True) == errno.EIO
+    a.volume.fault = None
+    await a.fs.stop()
+    assert world.remote_files() == {"f": b"data"}
 
 
 async def test_a_handle_from_a_dead_daemon_reads_on_after_its_directory_was_renamed(

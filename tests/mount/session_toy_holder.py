@@ -2,6 +2,8 @@
 tests of the session.
 
     session_toy_holder.py FAULT mount SOURCE MOUNTPOINT ...
+
+With FAULT `no-takeover` the daemon is the real one, on a kernel that repeats no request.
 """
 
 from __future__ import annotations
@@ -16,10 +18,15 @@ from trainmount_fuse.session import holder, restarts, supervisor
 if __name__ == "__main__":
     toy = str(Path(__file__).with_name("session_toy_daemon.py"))
     fault = sys.argv.pop(1)
-    supervisor.SupervisorOptions = functools.partial(  # type: ignore[assignment, misc]
-        supervisor.SupervisorOptions, daemon_command=(sys.executable, toy, fault)
-    )
-    if fault != "none":
+    if fault == "no-takeover":
+        holder.HolderOptions = functools.partial(  # type: ignore[assignment, misc]
+            holder.HolderOptions, self_test=lambda: "so that the test sees it"
+        )
+    else:
+        supervisor.SupervisorOptions = functools.partial(  # type: ignore[assignment, misc]
+            supervisor.SupervisorOptions, daemon_command=(sys.executable, toy, fault)
+        )
+    if fault in ("start", "read"):
         policy = restarts.RestartPolicy(max_failed_starts=3, max_deaths=3)
         budget = functools.partial(restarts.RestartBudget, policy)
         holder.RestartBudget = restarts.RestartBudget = budget  # type: ignore[assignment, misc]

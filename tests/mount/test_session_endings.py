@@ -46,6 +46,91 @@ def test_sigterm_ends_a_mount_that_a_program_still_uses(start_mount, tmp_path):
             os.close(file)
 
 
+def test_sigterm_ends_a_mount_of_which_another_namespace_has_a_copy(start_mount, tmp_path):
+    (tmp_path / "volume").mkdir()
+    mount = start_mount(f"file://{tmp_path}/volume")
+    program = "import os, sys; print(flush=True); sys.stdin.read(); os.listdir(sys.argv[1])"
+    command = ["unshare", "--mount", sys.executable, "-c", program, str(mount.mountpoint)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "\n"
+        (mount.mountpoint / "file").write_text("content")
+        assert mount.stop() == 0
+        assert "did not end in time" not in mount.log
+        assert (tmp_path / "volume/file").read_text() == "content"
+        # Nobody serves the copy, so nobody waits on it.
+        assert "not connected" in other.communicate("", timeout=60)[1]
+
+
+def _leave_unsent(mount) -> int:
+    """A descriptor of a file that was written and is not in the volume."""
+    file = os.open(mount.mountpoint / "late", os.O_WRONLY | os.O_CREAT)
+    os.write(file, b"only here")
+    return file
+
+
+def test_a_mount_that_ends_with_bytes_only_here_says_which_and_exits_with_74(start_mount, tmp_path):
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    mount = start_mount(f"file://{volume}")
+    file = _leave_unsent(mount)
+    volume.rename(tmp_path / "away")
+    assert mount.stop() == 74
+    with contextlib.suppress(OSError):
+        os.close(file)
+    assert "not uploaded and kept: late" in mount.log
+    (tmp_path / "away").rename(volume)
+    mount.start()
+    mount.wait_ready()
+    assert mount.stop() == 0
+    assert (volume / "late").read_bytes() == b"only here"
+
+
+def test_a_daemon_that_cannot_end_in_time_is_killed_and_its_files_are_named(
+    files_api, start_mount, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("DATABRICKS_TOKEN", "right")
+    source, server = files_api
+    mount = start_mount(source, "--stop-timeout", "0.5")
+    file = _leave_unsent(mount)
+    server.send_signal(signal.SIGSTOP)
+    try:
+        assert mount.stop() == 74
+    finally:
+        server.send_signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            os.close(file)
+    assert "files=['late']" in mount.log
+
+
+def test_where_no_successor_can_take_over_a_new_mount_takes_the_place(start_mount, tmp_path):
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    for name in ("file-0", "file-1"):
+        (volume / name).write_text("content")
+    mount = start_mount(f"file://{volume}", toy="no-takeover")
+    assert not mount.ready()["survives_daemon"]
+    for number in range(2):
+        path = mount.mountpoint / f"file-{number}"
+        files = [_leave_unsent(mount), os.open(path, os.O_RDONLY)]
+        mount.kill_daemon()
+        # What was open is lost, at once and with an error.
+        with pytest.raises(OSError, match=r"not connected|aborted"):
+            os.pread(files[1], 1, 0)
+        for file in files:
+            with contextlib.suppress(OSError):
+                os.close(file)
+        assert path.read_text() == "content"
+        assert (mount.mountpoint / "late").read_bytes() == b"only here"
+        (mount.mountpoint / f"new-{number}").write_text("new")
+    assert mount.stop() == 0
+    assert not mount.is_mounted()
+    names = {path.name for path in volume.iterdir()}
+    assert names - {".trainmount-staging"} == {"file-0", "file-1", "late", "new-0", "new-1"}
+
+
 def test_umount_by_hand_ends_daemon_and_holder(start_mount, tmp_path):
     mount = start_mount(f"file://{tmp_path}", toy="none")
     daemon = mount.ready()["daemon_pid"]
@@ -140,8 +225,8 @@ def test_a_missing_volume_is_told_before_anything_is_mounted(tmp_path):
 
 
 @pytest.fixture
-def files_api(tmp_path, monkeypatch, wait_until) -> Iterator[str]:
-    """A Files API with the volume main.default.data; its host is in the environment."""
+def files_api(tmp_path, monkeypatch, wait_until) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The volume main.default.data and its Files API server; its host is in the environment."""
     (tmp_path / "store/main/default/data").mkdir(parents=True)
     ready = tmp_path / "url"
     command = [sys.executable, "-m", "trainmount_files.server", str(tmp_path / "store")]
@@ -149,7 +234,7 @@ def files_api(tmp_path, monkeypatch, wait_until) -> Iterator[str]:
     with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL) as server:
         wait_until(lambda: ready.exists() or server.poll() is not None, "the server")
         monkeypatch.setenv("DATABRICKS_HOST", ready.read_text().strip())
-        yield "/Volumes/main/default/data"
+        yield "/Volumes/main/default/data", server
         server.terminate()
 
 
@@ -165,7 +250,7 @@ def test_what_the_store_says_of_the_volume_is_told_in_one_line(
 ):
     (tmp_path / "mnt").mkdir()
     monkeypatch.setenv("DATABRICKS_TOKEN", token)
-    source = files_api + suffix
+    source = files_api[0] + suffix
     done = _mount_command(source, str(tmp_path / "mnt"), "--foreground", *_own_files(tmp_path))
     assert done.returncode == 2
     assert done.stderr.startswith(f"trainmount: cannot mount {source}: ")
@@ -178,7 +263,7 @@ def test_a_mounted_volume_is_read_and_written_through_the_files_api(
     files_api, start_mount, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("DATABRICKS_TOKEN", "right")
-    mount = start_mount(files_api)
+    mount = start_mount(files_api[0])
     (mount.mountpoint / "file").write_text("content")
     mount.kill_daemon()
     assert (mount.mountpoint / "file").read_text() == "content"

@@ -15,6 +15,7 @@ import enum
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import struct
@@ -75,6 +76,7 @@ def run_daemon(
     `make_filesystem` opens what is served from a handover's configuration; `open_filesystem` where
     it is None.
     """
+    _raise_descriptor_limit()
     control = socket.socket(fileno=control_fd)
     message, fuse_fd = receive(control)
     if message is None or fuse_fd is None:
@@ -89,6 +91,9 @@ def run_daemon(
         logger.error("the mount's settings are wrong", extra={"reason": str(error)})
         return EXIT_CONFIGURATION
     generation = _Generation(control, fuse_fd, decoded_init(message["init"]), filesystem)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        # What stands again when nobody listens any more: whoever ends already needs no telling.
+        signal.signal(number, signal.SIG_IGN)
     return trio.run(generation.run, message["role"])
 
 
@@ -219,10 +224,19 @@ class _Generation:
             return EXIT_REPLACED
         try:
             await self._filesystem.stop()
+        except OSError as error:
+            logger.error("the mount ends with bytes only here", extra={"reason": error.strerror})
+            return EXIT_UNSENT
         except Exception:
-            logger.exception("files could not be uploaded; they stay in the state directory")
+            logger.exception("the mount ended in a way nobody planned for")
             return EXIT_UNSENT
         return EXIT_ENDED
+
+
+def _raise_descriptor_limit() -> None:
+    """Each open file with local bytes takes a descriptor, each cached one, and each connection."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _die_with_parent(parent_pid: int) -> None:

@@ -47,7 +47,7 @@ from trainmount_fuse.session.mounting import (
     unmount,
 )
 from trainmount_fuse.session.restarts import RestartBudget
-from trainmount_fuse.session.self_test import can_take_over
+from trainmount_fuse.session.self_test import takeover_fault_here
 from trainmount_fuse.session.supervisor import STOP_SIGNALS, Ending, Supervisor, SupervisorOptions
 from trainmount_fuse.settings import MountSettings
 
@@ -99,6 +99,9 @@ class HolderOptions:
     on_mounted: Callable[[], None] | None = None
     """Called once, when the first daemon answers."""
 
+    self_test: Callable[[], str | None] = takeover_fault_here
+    """Tells in words why a mount dies with its daemon on this machine; None where it survives."""
+
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     """Added to the daemon's environment; may hold credentials."""
 
@@ -119,12 +122,14 @@ def hold(options: HolderOptions) -> int:
         for folder in (settings.state_dir, settings.cache_dir):
             stack.enter_context(_locked(folder))
         _remove_dead_mount(options.mountpoint)
-        survives = can_take_over()
+        fault = options.self_test()
         # A stop that comes in between would leave a mount without a server. The supervisor lets it
         # through.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         stack.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
-        return _Holder(options, _mount(options), can_take_over=survives).run()
+        connection = _mount(options)
+        logger.info("mounted", extra={"death_of_a_daemon_costs": fault or "nothing"})
+        return _Holder(options, connection, can_take_over=fault is None).run()
 
 
 def check_volume(source: str, timeout_seconds: float = CHECK_TIMEOUT_SECONDS) -> None:
@@ -176,7 +181,7 @@ class _Holder:
     def run(self) -> int:
         try:
             ending = self._serve()
-            while ending is Ending.LOST and self._budget.num_deaths:
+            while ending is Ending.LOST:
                 ending = self._remount()
         except BaseException:
             # Nothing of ours answers any more, so nobody shall wait.
@@ -238,13 +243,11 @@ class _Holder:
             self._on_mounted()
             self._on_mounted = None
 
-    def _release(self) -> bool:
+    def _release(self) -> None:
         try:
             unmount(self._connection.mountpoint)
         except MountError as error:
             logger.info("the mount is still used", extra={"reason": str(error)})
-            return False
-        return True
 
     def _clear(self) -> None:
         """Free the name; whoever still has files open there gets an error, because nobody serves

@@ -10,6 +10,7 @@ One thread, the main one: the kernel kills a daemon when the *thread* that start
 from __future__ import annotations
 
 import enum
+import json
 import logging
 import os
 import selectors
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from trainmount_fuse.journal import unsent_paths
 from trainmount_fuse.session.exit_codes import (
     EXIT_CONFIGURATION,
     EXIT_ENDED,
@@ -99,13 +101,12 @@ class Supervisor:
         budget: RestartBudget,
         *,
         on_ready: Callable[[int], None] | None = None,
-        release_mount: Callable[[], bool] | None = None,
+        release_mount: Callable[[], None] | None = None,
     ) -> None:
         """`on_ready` gets each daemon's process id when it answers.
 
         `release_mount` is called at a stop, from another thread: it unmounts where nobody uses the
-        mount and tells whether it did. The daemon then ends by itself, with everything flushed by
-        the kernel.
+        mount, so that the kernel has flushed everything before the daemon is told to end.
         """
         self._handover = handover
         self._options = options
@@ -155,11 +156,12 @@ class Supervisor:
             self._attach_at = 0.0
         previous_wakeup = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         previous = {number: signal.signal(number, _noted) for number in STOP_SIGNALS}
-        # Whoever mounted held them back until here.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        # Whoever mounted held them back until here, and again when this is over.
+        previous_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             return self._loop()
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
             signal.set_wakeup_fd(previous_wakeup)
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -196,7 +198,7 @@ class Supervisor:
                 "the state directory"
             )
             self._kill_daemon()
-            self._ending = Ending.UNSENT
+            self._ending = self._ending_without_word()
         elif self._start_at is not None and now >= self._start_at:
             self._start_at = None
             self._start_daemon()
@@ -264,7 +266,7 @@ class Supervisor:
                 "directory",
                 extra={"exit_code": code},
             )
-            self._ending = Ending.UNSENT
+            self._ending = self._ending_without_word()
         elif self._must_replace:
             self._must_replace = False
             self._replace_at = None
@@ -319,7 +321,7 @@ class Supervisor:
         for number in wakened.recv(64):
             if number in STOP_SIGNALS:
                 self._begin_stop()
-            elif number == _BUSY:
+            elif number == _RELEASED:
                 self._stop_daemon()
 
     def _begin_stop(self) -> None:
@@ -336,16 +338,40 @@ class Supervisor:
 
     def _try_release(self) -> None:
         assert self._release_mount is not None
-        if not self._release_mount():
-            self._waker.send(bytes([_BUSY]))
+        try:
+            self._release_mount()
+        finally:
+            # Told even where the name is free: a copy of the mount in another namespace would keep
+            # the daemon serving. Where there is none it ends by itself, and this finds it ending.
+            self._waker.send(bytes([_RELEASED]))
 
     def _stop_daemon(self) -> None:
         if self._daemon is None:
             # Between two generations; what the last one wrote is found by the next mount.
             self._start_at = None
-            self._ending = Ending.UNSENT if self._answered else Ending.ENDED
+            self._ending = self._ending_without_word()
         elif self._is_ready:
             self._daemon.send_signal(signal.SIGTERM)
+
+    def _ending_without_word(self) -> Ending:
+        """The daemon could not say whether everything is uploaded; its journal does."""
+        settings = self._handover.configuration.get("settings") or {}
+        if isinstance(settings, str):
+            settings = json.loads(settings)
+        if "state_dir" not in settings:
+            return Ending.ENDED
+        state_dir = Path(settings["state_dir"])
+        try:
+            unsent = unsent_paths(state_dir)
+        except OSError as error:
+            unsent = [f"? ({error.strerror})"]
+        if not unsent:
+            return Ending.ENDED
+        logger.error(
+            "the mount ends with bytes only here",
+            extra={"state_dir": str(state_dir), "num_files": len(unsent), "files": unsent[:20]},
+        )
+        return Ending.UNSENT
 
     # The keeper.
 
@@ -431,7 +457,7 @@ class Supervisor:
             self._selector.unregister(one)
 
 
-_BUSY: Final = 0
+_RELEASED: Final = 0
 """Written into the wakeup socket where signal numbers arrive too; no signal has number 0."""
 
 
