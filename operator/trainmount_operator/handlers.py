@@ -8,6 +8,7 @@ as events too.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -44,6 +45,8 @@ async def run(
         await kopf.operator(
             registry=registry,
             settings=_settings(),
+            # kopf's own would ask for the user's name, which a container's uid need not have.
+            identity=socket.gethostname(),  # type: ignore[arg-type]
             namespaces=namespaces,
             clusterwide=not namespaces,
             standalone=True,

@@ -195,7 +195,7 @@ class DirectoryStore:
                 os.rmdir(path.names[-1], dir_fd=fd)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
+                    raise _name_error(error, path) from error
                 raise invalid(
                     f"The directory being deleted is not empty: {path}",
                     reason="FILES_API_DIRECTORY_IS_NOT_EMPTY",
@@ -232,6 +232,8 @@ class DirectoryStore:
                 yield fd
         except (FileNotFoundError, NotADirectoryError):
             raise directory_not_found(str(path)) from None
+        except OSError as error:
+            raise _name_error(error, path) from error
 
     @contextlib.contextmanager
     def _parent(self, path: VolumePath, missing: ApiError) -> Iterator[int]:
@@ -258,6 +260,8 @@ class DirectoryStore:
                 f"A parent of the path is a file: {path}",
                 reason="FILES_API_PARENT_IS_NOT_DIRECTORY",
             ) from None
+        except OSError as error:
+            raise _name_error(error, path) from error
 
 
 def _info(status: os.stat_result) -> FileInfo:
@@ -278,4 +282,9 @@ def _name_error(error: OSError, path: VolumePath) -> Exception:
         return invalid(f"The disk of the server cannot hold this name: {path}")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, "RESOURCE_EXHAUSTED", "The disk of the server is full.")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        # A mistake in how the server was set up, which no repetition mends: not a 5xx.
+        return ApiError(
+            403, "PERMISSION_DENIED", f"The server's own user may not do this on its disk: {path}"
+        )
     return error
