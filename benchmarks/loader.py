@@ -1,0 +1,222 @@
+"""Files a second of the data loader, against torch's own over the same files.
+
+On the local disk the rest of the work is the same, so the ratio is what one position for the whole
+job costs. On the mount it is what the mount costs, and what it saves against asking the store for
+each file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from measure import (
+    Comparison,
+    Program,
+    Sample,
+    Timing,
+    compare,
+    drop_page_cache,
+    measured,
+    run_program,
+    take_turns,
+)
+from places import ROOT, Mount, Store, link_tree, mounted, serving, write_files
+from topics import Setting, as_files
+
+__all__ = ["read_by_torch", "read_by_trainmount", "run"]
+
+NUM_WORKERS = 2
+BATCH_SIZE = 16
+PREFETCH_FACTOR = 4
+
+Side = Callable[[int], Sample]
+
+
+def run(setting: Setting) -> list[Comparison]:
+    with serving(setting.folder / "store") as store:
+        native = store.directory / "native"
+        write_files(native, setting.num_files, setting.file_bytes)
+        for number in range(setting.repeats):
+            link_tree(native, store.directory / f"cold-{number}")
+        with mounted(store, setting.folder / "mount") as mount:
+            return [
+                _on_disk(setting, native),
+                *_cold(setting, store, mount, native),
+                *_cached(setting, mount, native),
+            ]
+
+
+def _on_disk(setting: Setting, native: Path) -> Comparison:
+    _read(setting, "read_by_torch", native)
+    ours, theirs = take_turns(
+        {
+            "trainmount, disk": lambda _round: _read(setting, "read_by_trainmount", native),
+            "torch, disk": lambda _round: _read(setting, "read_by_torch", native),
+        },
+        setting.repeats,
+    ).values()
+    return compare(
+        f"loader: {_files(setting)} on the local disk, page cache warm, {NUM_WORKERS} workers",
+        "torch's DataLoader over a list of the files",
+        ours,
+        theirs,
+        as_files(setting.num_files),
+    )
+
+
+def _cold(setting: Setting, store: Store, mount: Mount, native: Path) -> list[Comparison]:
+    def through_mount(number: int) -> Sample:
+        path = mount.path / f"cold-{number}"
+        return mount.sample(lambda: _run(setting, "read_by_trainmount", path))
+
+    def through_client(number: int) -> Sample:
+        path = f"{ROOT}/cold-{number}"
+        return _sample(_run(setting, "read_by_trainmount", path, store.environment))
+
+    def on_disk(_round: int) -> Sample:
+        return _read(setting, "read_by_torch", native)
+
+    ours, client, disk = take_turns(
+        {"mount, cold": through_mount, "client": through_client, "torch, disk": on_disk},
+        setting.repeats,
+    ).values()
+    what = f"loader: {_files(setting)} on the mount, nothing cached"
+    unit = as_files(setting.num_files)
+    return [
+        compare(what, "the same loader over the volume client, no mount", ours, client, unit),
+        compare(what, "torch's DataLoader on the local disk, page cache warm", ours, disk, unit),
+    ]
+
+
+def _cached(setting: Setting, mount: Mount, native: Path) -> list[Comparison]:
+    """The first of the cold directories is in the block cache now, and in the page cache unless it
+    is dropped."""
+    path = mount.path / "cold-0"
+
+    def through_mount(loader: str) -> Sample:
+        return mount.sample(lambda: _run(setting, loader, path))
+
+    def dropped(side: Callable[[], Sample], *places: Path) -> Side:
+        def run_side(_round: int) -> Sample:
+            drop_page_cache(*places)
+            return side()
+
+        return run_side
+
+    ours, theirs = take_turns(
+        {
+            "mount, cached": dropped(
+                lambda: through_mount("read_by_trainmount"), path, mount.cache
+            ),
+            "torch, disk": dropped(lambda: _read(setting, "read_by_torch", native), native),
+        },
+        setting.repeats,
+    ).values()
+    warm_ours, warm_torch, warm_disk = take_turns(
+        {
+            "mount, warm": lambda _round: through_mount("read_by_trainmount"),
+            "torch on the mount, warm": lambda _round: through_mount("read_by_torch"),
+            "torch, disk, warm": lambda _round: _read(setting, "read_by_torch", native),
+        },
+        setting.repeats,
+    ).values()
+    files, unit = _files(setting), as_files(setting.num_files)
+    cold = f"loader: {files} that the block cache has, page cache cold"
+    warm = f"loader: {files} on the mount again, page cache warm"
+    on_disk = "torch's DataLoader on the local disk, page cache"
+    return [
+        compare(cold, f"{on_disk} cold", ours, theirs, unit),
+        compare(warm, f"{on_disk} warm", warm_ours, warm_disk, unit),
+        compare(warm, "torch's DataLoader on the mount, warm", warm_ours, warm_torch, unit),
+    ]
+
+
+# In a process of their own
+
+
+def read_by_trainmount(directory: str, num_files: int, file_bytes: int) -> Timing:
+    """One epoch of `trainmount.data.DataLoader`, the listing and the start of its workers too."""
+    from trainmount.data import DataLoader, UCVolumeDataset
+
+    with measured() as timing:
+        dataset = UCVolumeDataset(directory, item="bytes")
+        loader = DataLoader(
+            dataset,
+            batch_size=BATCH_SIZE,
+            num_workers=NUM_WORKERS,
+            prefetch_factor=PREFETCH_FACTOR,
+            collate_fn=list,
+        )
+        num_bytes = sum(len(item) for batch in loader for item in batch)
+    _check(num_bytes, num_files * file_bytes)
+    return timing
+
+
+def read_by_torch(directory: str, num_files: int, file_bytes: int) -> Timing:
+    """One epoch of torch's DataLoader over the files of a directory, its listing and the start of
+    its workers too."""
+    from torch.utils.data import DataLoader, Dataset
+
+    class Files(Dataset[bytes]):
+        def __init__(self) -> None:
+            with os.scandir(directory) as entries:
+                self.paths = sorted(entry.path for entry in entries if entry.is_file())
+
+        def __len__(self) -> int:
+            return len(self.paths)
+
+        def __getitem__(self, index: int) -> bytes:
+            with open(self.paths[index], "rb") as file:  # noqa: PTH123 - the fastest there is
+                return file.read()
+
+    with measured() as timing:
+        loader: DataLoader[Any] = DataLoader(
+            Files(),
+            batch_size=BATCH_SIZE,
+            num_workers=NUM_WORKERS,
+            prefetch_factor=PREFETCH_FACTOR,
+            collate_fn=list,
+            persistent_workers=True,
+        )
+        num_bytes = sum(len(item) for batch in loader for item in batch)
+    _check(num_bytes, num_files * file_bytes)
+    return timing
+
+
+def _check(num_bytes: int, expected: int) -> None:
+    if num_bytes != expected:
+        raise RuntimeError(f"{num_bytes} bytes were loaded, {expected} are stored")
+
+
+# Outside
+
+
+def _files(setting: Setting) -> str:
+    return f"{setting.num_files:,} files of {setting.file_bytes // 1000} kB"
+
+
+def _run(
+    setting: Setting,
+    loader: str,
+    directory: Path | str,
+    environment: Mapping[str, str] | None = None,
+) -> Timing:
+    arguments = {
+        "directory": str(directory),
+        "num_files": setting.num_files,
+        "file_bytes": setting.file_bytes,
+    }
+    return run_program(
+        Program(module="loader", name=loader, arguments=arguments, environment=environment or {})
+    )
+
+
+def _read(setting: Setting, loader: str, directory: Path) -> Sample:
+    return _sample(_run(setting, loader, directory))
+
+
+def _sample(timing: Timing) -> Sample:
+    return Sample(seconds=timing.seconds, peak_mib=timing.peak_mib)

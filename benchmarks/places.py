@@ -1,0 +1,208 @@
+"""What benchmarks work on: a local server over a directory, its mounts, files of known bytes.
+
+All of it is gone when the `with` ends, whatever happened inside. Called by the topics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from measure import MIB, Sample, Timing, peak_mib_of, reset_peak
+
+from trainmount_fuse.session.mounting import MountError, find_mount, unmount
+
+__all__ = [
+    "ROOT",
+    "Mount",
+    "Store",
+    "link_tree",
+    "mounted",
+    "serving",
+    "write_blocks",
+    "write_files",
+]
+
+ROOT: Final = "/Volumes/main/default/benchmark"
+_TOKEN: Final = "dapi-benchmark-only"  # of a server that lives as long as the benchmark
+_DEADLINE_SECONDS: Final = 120.0
+_POLL_SECONDS: Final = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """A running server and the directory that it serves as the volume `ROOT`."""
+
+    url: str
+    directory: Path
+    faults: Path
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What the SDK, the client and the mount find the server by."""
+        return {"DATABRICKS_HOST": self.url, "DATABRICKS_TOKEN": _TOKEN}
+
+    def set_latency(self, milliseconds: float) -> None:
+        """Let every request wait so long before it is served, from now on."""
+        rules = [{"latency_ms": milliseconds}] if milliseconds else []
+        temporary = self.faults.with_suffix(".new")
+        temporary.write_text(json.dumps(rules))
+        temporary.replace(self.faults)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Store]:
+    """A server of its own process over `folder`/served.
+
+    It does not fsync what is uploaded: the store shall cost as little as it can, so that the ratios
+    show the clients.
+    """
+    folder.mkdir(parents=True)
+    served, ready, faults = folder / "served", folder / "ready", folder / "faults.json"
+    directory = served / ROOT.removeprefix("/Volumes/")
+    directory.mkdir(parents=True)
+    faults.write_text("[]")
+    command = [sys.executable, "-m", "trainmount_files.server", str(served), "--no-fsync"]
+    command += ["--faults", str(faults), "--ready-file", str(ready)]
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "TRAINMOUNT_SERVE_TOKEN": _TOKEN}
+        )
+    try:
+        _wait(ready.exists, server, folder / "server.log", "the local server")
+        yield Store(url=ready.read_text().strip(), directory=directory, faults=faults)
+    finally:
+        _end(server)
+
+
+@dataclass(kw_only=True)
+class Mount:
+    """A mount and the process that holds it."""
+
+    path: Path
+    folder: Path
+    """Its cache, state, log and ready file."""
+    command: list[str]
+    environment: Mapping[str, str]
+    holder: subprocess.Popen[bytes] | None = None
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    @property
+    def daemon_pid(self) -> int:
+        return int(json.loads((self.folder / "ready.json").read_text())["daemon_pid"])
+
+    def start(self) -> None:
+        """Mount; returns when a daemon answers."""
+        ready = self.folder / "ready.json"
+        ready.unlink(missing_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self.holder = subprocess.Popen(
+                self.command, stdout=log, stderr=log, env={**os.environ, **self.environment}
+            )
+        _wait(ready.exists, self.holder, self.folder / "log", f"the mount at {self.path}")
+
+    def kill_daemon(self) -> None:
+        """As the out-of-memory killer does; returns when a successor answers."""
+        assert self.holder is not None
+        pid = self.daemon_pid
+        os.kill(pid, signal.SIGKILL)
+        _wait(lambda: self.daemon_pid != pid, self.holder, self.folder / "log", "a successor")
+
+    def kill(self) -> None:
+        """End the mount's processes at once; what is at the mountpoint then is dead."""
+        assert self.holder is not None
+        self.holder.kill()
+        self.holder.wait()
+
+    def sample(self, measure: Callable[[], Timing]) -> Sample:
+        """Run something on this mount; with the daemon's peak memory."""
+        reset_peak(self.daemon_pid)
+        timing = measure()
+        daemon_mib = peak_mib_of(self.daemon_pid)
+        return Sample(seconds=timing.seconds, peak_mib=timing.peak_mib, daemon_mib=daemon_mib)
+
+    def remove(self) -> None:
+        """End it in order, and by force where that does not go."""
+        if self.holder is not None:
+            _end(self.holder)
+        while find_mount(self.path) is not None:
+            with suppress(MountError):
+                unmount(self.path, lazy=True)
+
+
+@contextmanager
+def mounted(store: Store, folder: Path) -> Iterator[Mount]:
+    """The volume, mounted at `folder`/mnt with an empty cache."""
+    path = folder / "mnt"
+    path.mkdir(parents=True)
+    command = [sys.executable, "-m", "trainmount_fuse", "mount", ROOT, str(path), "--foreground"]
+    command += ["--ready-file", str(folder / "ready.json")]
+    command += ["--cache-dir", str(folder / "cache"), "--state-dir", str(folder / "state")]
+    mount = Mount(path=path, folder=folder, command=command, environment=store.environment)
+    try:
+        mount.start()
+        yield mount
+    finally:
+        mount.remove()
+
+
+def write_blocks(path: Path, size_bytes: int) -> None:
+    """A file of random bytes in which each MiB begins with its own number (`programs.Checker`)."""
+    noise = os.urandom(MIB)
+    with path.open("wb") as file:
+        for number in range(size_bytes // MIB):
+            file.write(number.to_bytes(8, "little"))
+            file.write(noise[8:])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_files(directory: Path, num_files: int, size_bytes: int) -> None:
+    """Many small files of random bytes."""
+    directory.mkdir(parents=True)
+    for number in range(num_files):
+        (directory / f"sample-{number:06}").write_bytes(os.urandom(size_bytes))
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """`source` again under another name, with the same bytes on disk and in memory: to a mount or a
+    client these are files that it has never seen.
+    """
+    target.mkdir(parents=True)
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir()
+        else:
+            place.hardlink_to(path)
+
+
+def _wait(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, what: str
+) -> None:
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"{what} did not start:\n{log.read_text(errors='replace')[-4000:]}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_DEADLINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
