@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sqlite3
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ def _answering(operation: str, ino_or_fh: int) -> Iterator[None]:
             yield
     except pyfuse3.FUSEError:
         raise
-    except (VolumeError, OSError) as error:
+    except (VolumeError, OSError, sqlite3.OperationalError) as error:
         code = errno_of_transfer(error) if operation in _TRANSFERS else errno_of(error)
         if isinstance(error, Unavailable) or code == errno.EIO:
             logger.warning(

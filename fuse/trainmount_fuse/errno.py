@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import errno
+import sqlite3
 from typing import Final
 
 from trainmount_files.errors import (
@@ -45,10 +46,15 @@ ERRNO_BY_ERROR: Final[dict[type[VolumeError], int]] = {
 }
 
 
+_DISK_FULL: Final = frozenset({sqlite3.SQLITE_FULL})
+
+
 def errno_of(error: BaseException) -> int:
     """The errno for an error of an operation on names; EIO for anything that nobody planned."""
     if isinstance(error, OSError):
         return error.errno or errno.EIO
+    if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode in _DISK_FULL:
+        return errno.ENOSPC
     for kind in type(error).__mro__:
         if kind in ERRNO_BY_ERROR:
             return ERRNO_BY_ERROR[kind]

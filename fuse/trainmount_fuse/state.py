@@ -20,6 +20,11 @@ log = logging.getLogger(__name__)
 
 _MAX_INTENTS: Final = 1000
 
+_RESERVED_BYTES: Final = 2 << 20
+"""Disk that each database holds for itself, and its log once more. A file that is looked up for the
+first time takes some hundred bytes.
+"""
+
 
 def open_database(path: Path, schema: str, *, durable: bool) -> tuple[sqlite3.Connection, bool]:
     """Open or make a database; the second value tells whether what was there could be read.
@@ -44,10 +49,35 @@ def _opened(path: Path, schema: str, *, durable: bool) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'OFF'}")
         connection.executescript(schema)
+        _reserve(connection)
     except sqlite3.DatabaseError:
         connection.close()
         raise
     return connection
+
+
+def _reserve(connection: sqlite3.Connection) -> None:
+    """Own some disk from the start, so that a disk that others fill does not stop every lookup.
+
+    Deleted pages stay in the file, and a write-ahead log stays as long as it once was.
+    """
+    page_bytes, num_free = (
+        int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+        for name in ("page_size", "freelist_count")
+    )
+    # The log begins anew before it grows beyond what is reserved.
+    connection.execute(f"PRAGMA wal_autocheckpoint={_RESERVED_BYTES // 2 // page_bytes}")
+    if num_free * page_bytes >= _RESERVED_BYTES // 2:
+        return
+    try:
+        connection.execute("CREATE TABLE IF NOT EXISTS reserve (bytes BLOB)")
+        connection.execute("INSERT INTO reserve VALUES (zeroblob(?))", (_RESERVED_BYTES,))
+        connection.execute("DELETE FROM reserve")
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+            raise
+        log.warning("The disk of the state directory is full")
 
 
 class Intents:

@@ -130,7 +130,7 @@ def start_mount(tmp_path: Path) -> Iterator[Callable[..., MountProcess]]:
     waits until it answers.
 
     `wait=False` returns at once; `python` is the interpreter, `name` the folder's name, `root` its
-    parent. With `toy` a fault of session_toy_daemon.py, that is what is mounted.
+    parent. With `toy` a fault of session_toy_holder.py, that is what is mounted.
     """
     started: list[MountProcess] = []
 
@@ -243,6 +243,52 @@ def open_path() -> Iterator[Path]:
     folder.chmod(0o777)
     yield folder
     shutil.rmtree(folder)
+
+
+class FilesServer:
+    """The local Files API, with the volume main.default.data; may go and come back."""
+
+    source = "/Volumes/main/default/data"
+
+    def __init__(self, folder: Path) -> None:
+        self._store = folder / "store"
+        self._ready = folder / "url"
+        self._port = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.volume = self._store / "main/default/data"
+        """What is in the volume, beside the mount."""
+        self.volume.mkdir(parents=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def environment(self, token: str = "right") -> dict[str, str]:
+        """For a process that uses it."""
+        return {"DATABRICKS_HOST": self.url, "DATABRICKS_TOKEN": token}
+
+    def start(self, *options: str, token: str = "right") -> None:
+        """Serve, at the same address as before."""
+        self._ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "trainmount_files.server", str(self._store)]
+        command += ["--port", str(self._port), "--token", token, "--ready-file", str(self._ready)]
+        self.process = process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+        wait_until(lambda: self._ready.exists() or process.poll() is not None, "the server")
+        self._port = int(self._ready.read_text().strip().rpartition(":")[2])
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def files_server(tmp_path: Path) -> Iterator[FilesServer]:
+    """A Files API that answers."""
+    server = FilesServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
 
 
 class Counted:

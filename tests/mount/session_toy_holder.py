@@ -3,7 +3,8 @@ tests of the session.
 
     session_toy_holder.py FAULT mount SOURCE MOUNTPOINT ...
 
-With FAULT `no-takeover` the daemon is the real one, on a kernel that repeats no request.
+With FAULT `no-takeover` the daemon is the real one, on a kernel that repeats no request; with
+`impatient` it is session_impatient_daemon.py.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from trainmount_fuse.main import main
 from trainmount_fuse.session import holder, restarts, supervisor
 
 if __name__ == "__main__":
-    toy = str(Path(__file__).with_name("session_toy_daemon.py"))
     fault = sys.argv.pop(1)
+    program = "session_impatient_daemon.py" if fault == "impatient" else "session_toy_daemon.py"
+    toy = str(Path(__file__).with_name(program))
     if fault == "no-takeover":
         holder.HolderOptions = functools.partial(  # type: ignore[assignment, misc]
             holder.HolderOptions, self_test=lambda: "so that the test sees it"

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,19 +88,15 @@ def test_a_mount_that_ends_with_bytes_only_here_says_which_and_exits_with_74(sta
 
 
 def test_a_daemon_that_cannot_end_in_time_is_killed_and_its_files_are_named(
-    files_api, start_mount, tmp_path, monkeypatch
+    files_server, start_mount
 ):
-    monkeypatch.setenv("DATABRICKS_TOKEN", "right")
-    source, server = files_api
-    mount = start_mount(source, "--stop-timeout", "0.5")
+    environment = files_server.environment()
+    mount = start_mount(files_server.source, "--stop-timeout", "0.5", environment=environment)
     file = _leave_unsent(mount)
-    server.send_signal(signal.SIGSTOP)
-    try:
-        assert mount.stop() == 74
-    finally:
-        server.send_signal(signal.SIGCONT)
-        with contextlib.suppress(OSError):
-            os.close(file)
+    files_server.process.send_signal(signal.SIGSTOP)
+    assert mount.stop() == 74
+    with contextlib.suppress(OSError):
+        os.close(file)
     assert "files=['late']" in mount.log
 
 
@@ -224,20 +219,6 @@ def test_a_missing_volume_is_told_before_anything_is_mounted(tmp_path):
     assert not (tmp_path / "state").exists()
 
 
-@pytest.fixture
-def files_api(tmp_path, monkeypatch, wait_until) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The volume main.default.data and its Files API server; its host is in the environment."""
-    (tmp_path / "store/main/default/data").mkdir(parents=True)
-    ready = tmp_path / "url"
-    command = [sys.executable, "-m", "trainmount_files.server", str(tmp_path / "store")]
-    options = ["--port", "0", "--token", "right", "--ready-file", str(ready)]
-    with subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL) as server:
-        wait_until(lambda: ready.exists() or server.poll() is not None, "the server")
-        monkeypatch.setenv("DATABRICKS_HOST", ready.read_text().strip())
-        yield "/Volumes/main/default/data", server
-        server.terminate()
-
-
 @pytest.mark.parametrize(
     ("token", "suffix", "said"),
     [
@@ -246,11 +227,12 @@ def files_api(tmp_path, monkeypatch, wait_until) -> Iterator[tuple[str, subproce
     ],
 )
 def test_what_the_store_says_of_the_volume_is_told_in_one_line(
-    files_api, tmp_path, monkeypatch, token, suffix, said
+    files_server, tmp_path, monkeypatch, token, suffix, said
 ):
     (tmp_path / "mnt").mkdir()
-    monkeypatch.setenv("DATABRICKS_TOKEN", token)
-    source = files_api[0] + suffix
+    for name, value in files_server.environment(token).items():
+        monkeypatch.setenv(name, value)
+    source = files_server.source + suffix
     done = _mount_command(source, str(tmp_path / "mnt"), "--foreground", *_own_files(tmp_path))
     assert done.returncode == 2
     assert done.stderr.startswith(f"trainmount: cannot mount {source}: ")
@@ -259,15 +241,12 @@ def test_what_the_store_says_of_the_volume_is_told_in_one_line(
     assert find_mount(tmp_path / "mnt") is None
 
 
-def test_a_mounted_volume_is_read_and_written_through_the_files_api(
-    files_api, start_mount, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("DATABRICKS_TOKEN", "right")
-    mount = start_mount(files_api[0])
+def test_a_mounted_volume_is_read_and_written_through_the_files_api(files_server, start_mount):
+    mount = start_mount(files_server.source, environment=files_server.environment())
     (mount.mountpoint / "file").write_text("content")
     mount.kill_daemon()
     assert (mount.mountpoint / "file").read_text() == "content"
-    assert (tmp_path / "store/main/default/data/file").read_text() == "content"
+    assert (files_server.volume / "file").read_text() == "content"
     assert mount.stop() == 0
 
 
