@@ -51,7 +51,7 @@ def _errno_of(function, *arguments) -> int:
 
 
 def test_a_full_disk_refuses_a_write_before_it_is_acknowledged_and_the_mount_goes_on(
-    start_mount, small_disk, tmp_path
+    start_mount, small_disk, tmp_path, wait_until
 ):
     volume = tmp_path / "volume"
     volume.mkdir()
@@ -70,6 +70,7 @@ def test_a_full_disk_refuses_a_write_before_it_is_acknowledged_and_the_mount_goe
     # What was acknowledged is uploaded, whole, and its place is free again.
     os.close(file)
     assert (volume / "big").read_bytes() == piece * (taken // MIB)
+    wait_until(lambda: not list((small_disk / "state/staging").iterdir()), "room")
     (mount.mountpoint / "next").write_bytes(piece)
     assert (volume / "next").read_bytes() == piece
     assert mount.stop() == 0
