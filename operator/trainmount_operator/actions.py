@@ -13,6 +13,7 @@ __all__ = [
     "DeleteJob",
     "DeletePod",
     "DeleteTrainingJob",
+    "EndPod",
     "Notice",
     "SuspendJob",
 ]
@@ -27,7 +28,10 @@ class CreateAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class SuspendJob:
-    """Keep an ended attempt's Job from making pods. It stays, and with it the pods that failed."""
+    """Keep an ended attempt's Job from making pods. It stays, and with it the pods that ended.
+
+    Its controller deletes what still runs: asked for when nothing does.
+    """
 
     name: str
 
@@ -41,8 +45,16 @@ class DeleteJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EndPod:
+    """Stop a pod with its grace period and keep it, with its logs and exit codes."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeletePod:
-    """End a pod, with its grace period or, where no kubelet can confirm, at once."""
+    """End a pod that has nothing to tell, or, where no kubelet can confirm its end, any."""
 
     name: str
     uid: str
@@ -54,7 +66,7 @@ class DeleteTrainingJob:
     """The job's time to live is over; its children go with it."""
 
 
-Action = CreateAttempt | SuspendJob | DeleteJob | DeletePod | DeleteTrainingJob
+Action = CreateAttempt | SuspendJob | DeleteJob | EndPod | DeletePod | DeleteTrainingJob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,13 @@ from trainmount_operator.actions import (
     DeleteJob,
     DeletePod,
     DeleteTrainingJob,
+    EndPod,
     Notice,
     SuspendJob,
 )
 from trainmount_operator.children import AttemptOptions, attempt_objects
-from trainmount_operator.cluster import Cluster, ClusterError, Conflict, NotFound
+from trainmount_operator.cluster import Cluster, ClusterError, Conflict, NotFound, Refused
+from trainmount_operator.facts import ENDING_DEADLINE_SECONDS
 from trainmount_operator.job import TrainingJob
 from trainmount_operator.spec import API_VERSION, KIND
 from trainmount_operator.status import format_time
@@ -93,6 +95,8 @@ def _carry_out(cluster: Cluster, job: TrainingJob, action: Action, options: Atte
             cluster.patch("Job", job.namespace, name, {"spec": {"suspend": True}})
         case DeleteJob(name=name, uid=uid):
             cluster.delete("Job", job.namespace, name, uid=uid)
+        case EndPod(name=name, uid=uid):
+            _end_pod(cluster, job.namespace, name, uid)
         case DeletePod(name=name, uid=uid, force=force):
             _delete_pod(cluster, job.namespace, name, uid, force)
         case DeleteTrainingJob():
@@ -134,6 +138,20 @@ def _accept_existing(cluster: Cluster, job: TrainingJob, manifest: dict[str, Any
     if "deletionTimestamp" not in existing:
         cluster.delete(kind, job.namespace, name, uid=existing["uid"])
     raise LeftoverFound(f"{kind} {name}")
+
+
+def _end_pod(cluster: Cluster, namespace: str, name: str, uid: str) -> None:
+    # The kubelet ends a pod whose deadline has passed as it does a deleted one, SIGTERM and the
+    # grace period included, and the pod stays as Failed.
+    change = {"metadata": {"uid": uid}, "spec": {"activeDeadlineSeconds": ENDING_DEADLINE_SECONDS}}
+    try:
+        cluster.patch("Pod", namespace, name, change)
+    except Conflict:
+        logger.debug("Gone already", extra={"pod": name})
+    except Refused as error:
+        # A cluster's policy may forbid the change, never the end.
+        logger.warning("Pod deleted instead", extra={"pod": name, "answer": error.message})
+        _delete_pod(cluster, namespace, name, uid, force=False)
 
 
 def _delete_pod(cluster: Cluster, namespace: str, name: str, uid: str, force: bool) -> None:

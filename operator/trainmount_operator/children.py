@@ -1,8 +1,8 @@
 """The Kubernetes objects of one attempt: a headless Service, a ConfigMap and an Indexed Job.
 
 Called by `plan`. Pure: the same job, attempt and options give the same objects, so creating them a
-second time is a conflict that means success. The Job never replaces a pod (`backoffLimit: 0`): a
-gang restarts as a whole, which is the planner's decision.
+second time is a conflict that means success. The Job never replaces a pod and deletes none
+(`backoffLimitPerIndex: 0`): a gang ends and restarts as a whole, which is the planner's decision.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def _indexed_job(job: TrainingJob, attempt: int, options: AttemptOptions) -> dic
             "completionMode": "Indexed",
             "completions": num_nodes,
             "parallelism": num_nodes,
-            "backoffLimit": 0,
+            # A plain backoffLimit would delete the peers of a pod that failed, and their logs.
+            "backoffLimitPerIndex": 0,
             "template": _pod_template(job, attempt, options),
         },
     }
@@ -235,7 +236,9 @@ def _pod_volumes(
     volumes: list[dict[str, Any]] = [
         {"name": "job", "configMap": {"name": name}},
         {"name": "work", "emptyDir": {}},
-        # Loader workers pass batches through shared memory, of which a container has 64 MiB.
+        # Loader workers pass batches through shared memory, of which a container has 64 MiB. Its
+        # use counts as the container's memory, whose limit bounds it; a bound of its own is
+        # podTemplate: {spec: {volumes: [{name: shm, emptyDir: {sizeLimit: 8Gi}}]}}.
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     mounts: list[dict[str, Any]] = [

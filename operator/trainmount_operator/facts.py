@@ -8,14 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 from trainmount_operator import labels
 from trainmount_operator.status import parse_time
 
-__all__ = ["JobFact", "NodeFact", "Observed", "PodFact", "job_fact", "node_fact", "pod_fact"]
+__all__ = [
+    "ENDING_DEADLINE_SECONDS",
+    "JobFact",
+    "NodeFact",
+    "Observed",
+    "PodFact",
+    "job_fact",
+    "node_fact",
+    "pod_fact",
+]
 
 Document = Mapping[str, Any]
+
+ENDING_DEADLINE_SECONDS: Final = 1
+"""`activeDeadlineSeconds` of a pod that was told to end: the smallest there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +58,9 @@ class JobFact:
     complete: bool = False
     failed: bool = False
     failure_message: str = ""
+    failed_ranks: frozenset[int] = frozenset()
+    """Nodes whose pod failed or was deleted, also those whose pod is not there any more."""
+
     warning: str = ""
     """The newest warning event, such as a quota that admits no pod."""
 
@@ -75,6 +90,12 @@ class PodFact:
     """The command's container runs."""
 
     ready: bool = False
+    started: bool = False
+    """A container of it has run, so that it has logs."""
+
+    ending: bool = False
+    """It was told to end, and stays."""
+
     deletion_time: datetime | None = None
     """When its deletion was asked for."""
 
@@ -157,6 +178,7 @@ def job_fact(document: Document, warning: str = "") -> JobFact:
         complete="Complete" in conditions or "SuccessCriteriaMet" in conditions,
         failed=bool(failed),
         failure_message=failed.get("message", ""),
+        failed_ranks=_ranks(document.get("status", {}).get("failedIndexes") or ""),
         warning=warning,
     )
 
@@ -195,6 +217,7 @@ def pod_fact(document: Document, node: NodeFact | None = None, warning: str = ""
         node=node,
         scheduled_time=parse_time(scheduled.get("lastTransitionTime")),
         ready="Ready" in conditions,
+        ending=document.get("spec", {}).get("activeDeadlineSeconds") == ENDING_DEADLINE_SECONDS,
         deletion_time=_deletion_time(metadata),
         unschedulable=_unschedulable(status),
         warning=warning,
@@ -238,7 +261,12 @@ def _with_containers(pod: PodFact, status: Document) -> PodFact:
                 exit_message=ended.get("message", ""),
             )
         pod = replace(pod, running="running" in state)
-    for container in [*(status.get("initContainerStatuses") or ()), *own]:
+    initial = status.get("initContainerStatuses") or ()
+    for container in [*initial, *(status.get("containerStatuses") or ())]:
+        state = container.get("state") or {}
+        if "running" in state or "terminated" in state:
+            pod = replace(pod, started=True)
+    for container in [*initial, *own]:
         waiting = (container.get("state") or {}).get("waiting")
         if waiting and not pod.waiting_reason:
             pod = replace(
@@ -267,6 +295,15 @@ def _unschedulable(status: Document) -> str:
 def _true_conditions(document: Document) -> dict[str, Document]:
     conditions = document.get("status", {}).get("conditions") or ()
     return {c["type"]: c for c in conditions if c["status"] == "True"}
+
+
+def _ranks(text: str) -> frozenset[int]:
+    """Out of Kubernetes' form of a set of indexes, such as `1,3-5`."""
+    ranks: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        ranks.update(range(int(first), int(last or first) + 1))
+    return frozenset(ranks)
 
 
 def _number(value: str | None) -> int:

@@ -1,7 +1,7 @@
 """How an attempt stands: what ended it, or what holds it up.
 
 Called by `plan`. Pure. The first cause decides: when one node fails, the others follow within a
-second with errors of their own, and the Job's controller deletes the rest.
+second with errors of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 from trainmount_operator.facts import JobFact, PodFact
 from trainmount_operator.launch import MESSAGE_PREFIX, RENDEZVOUS_EXIT_CODE
 from trainmount_operator.status import Outcome, Reason
+from trainmount_operator.telling import telling_line
 
 __all__ = ["Hold", "Verdict", "find_hold", "judge_pods"]
 
@@ -86,6 +87,14 @@ def judge_pods(
     done = {pod.node_rank for pod in pods if pod.phase == "Succeeded"}
     if job.complete or len(done) == num_nodes:
         return Verdict(outcome=Outcome.SUCCEEDED, reason=Reason.COMPLETED)
+    missing = min(job.failed_ranks - {pod.node_rank for pod in pods}, default=None)
+    if missing is not None:
+        # A pod that failed stays until somebody deletes it, and then its peers fail too.
+        return Verdict(
+            outcome=Outcome.INTERRUPTED,
+            reason=Reason.POD_DELETED,
+            message=f"node {missing}: its pod is gone",
+        )
     causes = [cause for pod in pods if (cause := _cause(pod, now, node_lost_after)) is not None]
     if causes:
         # At the same second a disruption explains a failure; a mere deletion is explained by one.
@@ -185,14 +194,13 @@ def _program_failed(pod: PodFact) -> Verdict:
         reason = Reason.OUT_OF_MEMORY
     elif pod.exit_code == RENDEZVOUS_EXIT_CODE and pod.exit_message.startswith(MESSAGE_PREFIX):
         reason = Reason.RENDEZVOUS_FAILED
-    lines = [line.strip() for line in pod.exit_message.splitlines() if line.strip()]
-    last_line = lines[-1] if lines else ""
+    line = telling_line(pod.exit_message)
     what = "was killed: out of memory" if reason == Reason.OUT_OF_MEMORY else "failed"
     message = f"{pod.who} {what} (exit code {pod.exit_code})"
     return Verdict(
         outcome=Outcome.FAILED,
         reason=reason,
-        message=_short(f"{message}: {last_line}" if last_line else message),
+        message=_short(f"{message}: {line}" if line else message),
         exit_code=pod.exit_code,
         pod=pod,
     )

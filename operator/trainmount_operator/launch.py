@@ -1,7 +1,7 @@
 """The script that starts a job's command in a pod.
 
-Called by `children`, which puts it into the attempt's ConfigMap. It needs bash and `sleep` of the
-image, nothing else.
+Called by `children`, which puts it into the attempt's ConfigMap. It needs bash of the image, and
+`sleep`, `tee` and `tail`, which are where bash is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ MESSAGE_PREFIX: Final = "trainmount:"
 # of a container ignores signals it has no handler for, and a shell does not pass them on. After
 # SIGTERM the whole group is awaited, because the shell that ran the command is gone at once while
 # the launcher still saves a checkpoint.
+#
+# A launcher's own report is longer than the 2 KiB of log that a kubelet keeps of a failed program,
+# so the error of the program itself would never be among them. Standard error therefore goes
+# through `tee`, which hands it on as it comes, and its end is searched for the lines that
+# `telling` chooses from. Without such lines the kubelet keeps the end of the log.
 START_SCRIPT: Final = f"""\
 # Starts the job's command on this node: waits until the name of node 0 resolves, hands signals on.
 set -uo pipefail
@@ -48,8 +53,33 @@ until resolves; do
   sleep 0.5
 done
 
+last_errors=/dev/shm/trainmount-last-errors
+exec 3>&2
+if command -v tee > /dev/null && command -v tail > /dev/null && : 2> /dev/null > "$last_errors"
+then
+  exec 2> >(
+    trap '' TERM INT
+    {{ tee /dev/fd/9 >&3; }} 9>&1 | tail -c 65536 > "$last_errors" 2> /dev/null
+  )
+  copier=$!
+fi
+
+# Writes the lines that say why the command failed, the last of them, as far as a kubelet reads.
+explain() {{
+  local line text=''
+  local error='^(\\[[a-z0-9]+\\]: *)?[A-Za-z_.0-9]*[A-Z][A-Za-z0-9]*'
+  error+='(Error|Exception|Interrupt|Exit|Failure|Timeout)(:|$)'
+  local report='(Root Cause|^ *rank +: [0-9]+ \\(local_rank)'
+  while IFS= read -r line || [[ -n $line ]]; do
+    [[ $line =~ $error || $line =~ $report ]] && text+="${{line:0:400}}"$'\\n'
+  done < "$last_errors"
+  (( ${{#text}} > 3500 )) && text=${{text: -3500}}
+  [[ $text =~ (Error|Exception|Interrupt|Exit|Failure|Timeout)(:|$'\\n') ]] || return 0
+  printf '%s' "$text" > /dev/termination-log
+}}
+
 set -m
-bash -euo pipefail -c "$(cat /trainmount/job/command.sh)" &
+bash -euo pipefail -c "$(< /trainmount/job/command.sh)" 3>&- &
 group=$!
 stopping=0 signalled=0
 trap 'stopping=1 signalled=1; kill -TERM -- "-$group" 2> /dev/null' TERM INT
@@ -63,5 +93,14 @@ done
 while (( stopping )) && kill -0 -- "-$group" 2> /dev/null; do
   sleep 0.2
 done
+if [[ -n ${{copier:-}} ]]; then
+  exec 2>&3
+  # What it left behind may hold the pipe open for ever.
+  for (( tries = 0; tries < 20; tries++ )); do
+    kill -0 "$copier" 2> /dev/null || break
+    sleep 0.1
+  done
+  (( code == 0 || stopping )) || explain 2> /dev/null
+fi
 exit "$code"
 """

@@ -23,10 +23,11 @@ from trainmount_operator.actions import (
     DeleteJob,
     DeletePod,
     DeleteTrainingJob,
+    EndPod,
     Notice,
     SuspendJob,
 )
-from trainmount_operator.facts import Observed, PodFact
+from trainmount_operator.facts import JobFact, Observed, PodFact
 from trainmount_operator.job import TrainingJob, TrainingJobSpec
 from trainmount_operator.judge import Hold, Verdict, find_hold, judge_pods
 from trainmount_operator.status import AttemptRecord, JobStatus, Outcome, Reason
@@ -34,7 +35,7 @@ from trainmount_operator.status import AttemptRecord, JobStatus, Outcome, Reason
 __all__ = ["JOBS_KEPT", "Plan", "Policy", "plan"]
 
 JOBS_KEPT = 10
-"""Ended attempts whose Job stays, with the logs of its failed pods, besides the newest."""
+"""Ended attempts whose Job stays, with its pods and their logs, besides the newest."""
 
 # An attempt that ran this long was a real one: the next interruption is not a loop.
 _REAL_RUN = timedelta(seconds=60)
@@ -305,18 +306,34 @@ def _actions(
         if fact.owner_uid != job.uid or fact.attempt < newest - JOBS_KEPT:
             # An earlier TrainingJob of this name is gone, or it would have this name.
             actions.append(DeleteJob(name=fact.name, uid=fact.uid))
-        elif fact.attempt not in going_on and not (fact.finished or fact.suspended):
+        elif fact.attempt not in going_on and _may_grow(fact, observed):
             actions.append(SuspendJob(name=fact.name))
     for pod in busy:
         lost = pod.node_lost_time(policy.node_lost_after)
         if lost is not None and lost <= now:
             # No kubelet is there to confirm the end of a pod on a dead node.
             actions.append(DeletePod(name=pod.name, uid=pod.uid, force=True))
-        elif pod.deletion_time is None:
+        elif pod.deletion_time is not None or pod.ending:
+            continue
+        elif pod.started and pod.owner_uid == job.uid:
+            actions.append(EndPod(name=pod.name, uid=pod.uid))
+        else:
+            # Without logs; and a kubelet that waits for a volume heeds a deletion only.
             actions.append(DeletePod(name=pod.name, uid=pod.uid, force=False))
     if current is not None and current.job_uid is None:
         actions.append(CreateAttempt(number=current.number))
     return tuple(actions)
+
+
+def _may_grow(fact: JobFact, observed: Observed) -> bool:
+    """Whether the Job of an ended attempt must be kept from making a pod that it still lacks."""
+    if fact.finished or fact.suspended:
+        return False
+    pods = observed.pods_of(fact.owner_uid, fact.attempt)
+    if len({pod.node_rank for pod in pods} | fact.failed_ranks) >= fact.num_nodes:
+        return False
+    # A Job that is suspended deletes the pods that run, and their logs with them: they end first.
+    return all(pod.terminal for pod in pods)
 
 
 def _after_the_end(

@@ -188,6 +188,7 @@ USED_BY_THE_OPERATOR = {
     ("batch", "jobs", "delete"),  # apply
     ("", "pods", "list"),  # observe, handlers
     ("", "pods", "watch"),  # handlers
+    ("", "pods", "patch"),  # apply: end
     ("", "pods", "delete"),  # apply
     ("", "services", "create"),
     ("", "services", "get"),
@@ -237,6 +238,17 @@ def test_the_driver_sees_the_kubelets_folder_once() -> None:
     paths = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
     below = [p for p in paths if p.startswith("/var/lib/kubelet")]
     assert below == ["/var/lib/kubelet"]
+
+
+def test_a_pod_is_ready_when_its_program_answers() -> None:
+    (operator,) = one("Deployment")["spec"]["template"]["spec"]["containers"]
+    probe = operator["readinessProbe"]["httpGet"]
+    (port,) = [p["containerPort"] for p in operator["ports"] if p["name"] == probe["port"]]
+    assert f"--liveness=http://0.0.0.0:{port}{probe['path']}" in operator["args"]
+    values = {"driver": {"kubeletDir": "/data/kubelet"}}
+    (driver,) = one("DaemonSet", values)["spec"]["template"]["spec"]["containers"]
+    (endpoint,) = [a for a in driver["args"] if a.startswith("--endpoint=unix://")]
+    assert driver["readinessProbe"]["exec"]["command"] == ["test", "-S", endpoint[18:]]
 
 
 def test_every_value_is_used_by_a_template() -> None:

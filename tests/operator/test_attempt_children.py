@@ -52,7 +52,8 @@ def variables(children: AttemptObjects) -> dict[str, Any]:
 def test_the_job_is_a_gang_that_never_replaces_a_pod() -> None:
     spec = objects().job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
-    assert spec["backoffLimit"] == 0
+    assert spec["backoffLimitPerIndex"] == 0
+    assert "backoffLimit" not in spec
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
 
 
@@ -156,6 +157,19 @@ def test_pods_prefer_nodes_of_their_own_and_accept_to_share_one() -> None:
     assert constraint["topologyKey"] == "kubernetes.io/hostname"
 
 
+def test_shared_memory_is_the_containers_and_may_be_bounded() -> None:
+    def shared_memory(**spec: Any) -> dict[str, Any]:
+        (volume,) = [v for v in pod(objects(**spec))["volumes"] if v["name"] == "shm"]
+        return dict(volume["emptyDir"])
+
+    mounts = {m["mountPath"]: m["name"] for m in pod(objects())["containers"][0]["volumeMounts"]}
+    assert mounts["/dev/shm"] == "shm"
+    assert shared_memory() == {"medium": "Memory"}
+    bounded = {"name": "shm", "emptyDir": {"sizeLimit": "8Gi"}}
+    override = {"spec": {"volumes": [bounded]}}
+    assert shared_memory(podTemplate=override) == {"medium": "Memory", "sizeLimit": "8Gi"}
+
+
 def test_overrides_merge_into_the_container_and_cannot_break_the_gang() -> None:
     override = {
         "metadata": {"labels": {"team": "a", labels.ATTEMPT: "9"}},
@@ -246,9 +260,11 @@ def start(folder: Path, command: str, **environment: str) -> subprocess.Popen[st
     (folder / "command.sh").write_text(command)
     script = START_SCRIPT.replace("/trainmount/job", str(folder))
     script = script.replace("/dev/termination-log", str(folder / "termination-log"))
+    script = script.replace("/dev/shm", str(folder))
     (folder / "start.sh").write_text(script)
     return subprocess.Popen(
         ["bash", str(folder / "start.sh")],
+        cwd=folder,
         env={"PATH": "/usr/bin:/bin", "MASTER_ADDR": "localhost"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -285,6 +301,34 @@ def test_sigterm_reaches_what_the_command_started_and_its_last_work_is_awaited(
     process.communicate(timeout=30)
     assert (tmp_path / "saved").read_text() == "saved\n"
     assert process.returncode in (0, 143)
+
+
+def test_errors_are_handed_on_and_the_telling_ones_are_kept(tmp_path: Path) -> None:
+    report = "\n".join(f"W123 launcher line {number}" for number in range(2000))
+    command = f"echo out; echo '[rank1]: ValueError: bad sample' >&2; echo '{report}' >&2; exit 3"
+    process = start(tmp_path, command)
+    output, errors = process.communicate(timeout=30)
+    assert (output, process.returncode) == ("out\n", 3)
+    assert errors == f"[rank1]: ValueError: bad sample\n{report}\n"
+    message = (tmp_path / "termination-log").read_text()
+    assert message == "[rank1]: ValueError: bad sample\n"
+
+
+@pytest.mark.parametrize(
+    "command", ["echo what now >&2; exit 3", "echo 'ValueError: handled' >&2", "exit 1"]
+)
+def test_without_an_error_to_tell_the_kubelet_keeps_the_end_of_the_log(
+    tmp_path: Path, command: str
+) -> None:
+    start(tmp_path, command).communicate(timeout=30)
+    assert not (tmp_path / "termination-log").exists()
+
+
+def test_a_process_left_behind_does_not_keep_the_node(tmp_path: Path) -> None:
+    process = start(tmp_path, "sleep 20 & echo $! > pid; echo 'OSError: gone' >&2; exit 4")
+    assert process.wait(timeout=15) == 4
+    subprocess.run(["bash", "-c", 'kill "$(cat pid)"'], cwd=tmp_path, check=True)
+    assert process.communicate(timeout=30) == ("", "OSError: gone\n")
 
 
 def test_a_name_that_never_resolves_ends_the_attempt_with_a_reason(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from trainmount_operator.actions import (
     DeleteJob,
     DeletePod,
     DeleteTrainingJob,
+    EndPod,
     SuspendJob,
 )
 from trainmount_operator.facts import JobFact, NodeFact, Observed, PodFact
@@ -62,6 +63,7 @@ def pod(rank: int, attempt: int = 0, **fields: Any) -> PodFact:
         "phase": "Running",
         "running": True,
         "ready": True,
+        "started": True,
     }
     return PodFact(**(base | fields))
 
@@ -167,21 +169,20 @@ def test_a_failed_program_costs_a_retry_and_waits_with_growing_delay() -> None:
 
 def test_the_gang_is_stopped_before_the_next_attempt_is_recorded() -> None:
     failing = step(running(), seen(ended(1, 1, 10), pod(0)), 10)
-    assert failing.actions == (
-        SuspendJob(name="digits-0"),
-        DeletePod(name="digits-0-0-x", uid="p00", force=False),
-    )
-    still = seen(
-        ended(1, 1, 10),
-        pod(0, deletion_time=at(10)),
-        jobs=(kubernetes_job(suspended=True),),
-    )
+    assert failing.actions == (EndPod(name="digits-0-0-x", uid="p00"),)
+    still = seen(ended(1, 1, 10), pod(0, ending=True))
     waiting = step(failing.status, still, 500)
     assert waiting.actions == ()
     assert waiting.status.current_attempt is None
     assert state(waiting.status) == "Unknown Stopping"
-    quiet = seen(ended(1, 1, 10), jobs=(kubernetes_job(suspended=True),))
+    quiet = seen(ended(1, 1, 10), ended(0, 143, 12), jobs=(kubernetes_job(failed=True),))
     assert step(waiting.status, quiet, 501).actions == (CreateAttempt(number=1),)
+
+
+def test_a_gang_that_is_not_whole_cannot_grow_after_its_end() -> None:
+    # Node 1 was never created: once node 0 has ended, its Job may make no pod.
+    failing = step(running(), seen(ended(0, 1, 10)), 10)
+    assert failing.actions == (SuspendJob(name="digits-0"),)
 
 
 def test_without_retries_left_the_job_fails_with_the_first_cause() -> None:
@@ -212,7 +213,7 @@ def test_a_terminal_job_stops_what_still_runs() -> None:
     the_job = job(maxRetries=0)
     failed = step(running(the_job), seen(ended(0, 1, 9), pod(1)), 10, the_job)
     assert state(failed.status) == "False ProgramFailed"
-    assert DeletePod(name="digits-0-1-x", uid="p01", force=False) in failed.actions
+    assert failed.actions == (EndPod(name="digits-0-1-x", uid="p01"),)
     assert failed.status == step(failed.status, seen(ended(0, 1, 9), pod(1)), 60, the_job).status
 
 
@@ -257,6 +258,14 @@ def test_an_interruption_costs_no_retry(fields: dict[str, Any], reason: str) -> 
     assert (result.status.retries, result.status.interruptions) == (0, 1)
     assert not result.status.is_terminal
     assert result.status.next_attempt_time == at(10)
+
+
+def test_a_pod_that_is_gone_explains_the_failures_of_its_peers() -> None:
+    gone = kubernetes_job(failed_ranks=frozenset({0, 1}))
+    result = step(running(), seen(ended(0, 1, 9), jobs=(gone,)), 10)
+    record = result.status.attempts[0]
+    assert (record.outcome, record.reason) == ("Interrupted", "PodDeleted")
+    assert record.message == "node 1: its pod is gone"
 
 
 def test_a_disruption_explains_the_failures_that_follow_it() -> None:
@@ -310,7 +319,7 @@ def test_a_node_is_given_up_only_after_the_tolerance() -> None:
     late = step(running(), seen(pod(0), unwell), 30)
     assert late.status.attempts[-1].reason == "NodeLost"
     assert DeletePod(name="digits-0-1-x", uid="p01", force=True) in late.actions
-    assert DeletePod(name="digits-0-0-x", uid="p00", force=False) in late.actions
+    assert EndPod(name="digits-0-0-x", uid="p00") in late.actions
 
 
 def test_a_pod_that_cannot_end_on_a_dead_node_is_forced_away() -> None:
@@ -327,6 +336,7 @@ def held(reason: str, message: str = "no such thing") -> PodFact:
         phase="Pending",
         running=False,
         ready=False,
+        started=False,
         waiting_reason=reason,
         waiting_message=message,
     )
@@ -356,7 +366,10 @@ def test_a_misconfiguration_is_named_at_once_and_ends_the_job_at_the_deadline(
     late = step(early.status, seen(pod(0), held(waiting)), 300)
     assert state(late.status) == f"False {reason}"
     assert late.status.retries == 0
-    assert SuspendJob(name="digits-0") in late.actions
+    assert late.actions == (
+        EndPod(name="digits-0-0-x", uid="p00"),
+        DeletePod(name="digits-0-1-x", uid="p01", force=False),
+    )
 
 
 def test_a_mount_that_fails_is_named_with_the_drivers_message() -> None:
@@ -375,6 +388,7 @@ def unplaced(rank: int) -> PodFact:
         phase="Pending",
         running=False,
         ready=False,
+        started=False,
         node_name=None,
         scheduled_time=None,
         unschedulable="0/2 nodes are available: 2 Insufficient nvidia.com/gpu.",
@@ -430,7 +444,9 @@ def test_suspending_stops_the_gang_and_costs_nothing() -> None:
         pods = (pod(0, attempt), pod(1, attempt))
         jobs = (kubernetes_job(attempt),)
         stopping = step(status, seen(*pods, jobs=jobs), 100, job(suspend=True))
-        assert SuspendJob(name=f"digits-{attempt}") in stopping.actions
+        assert stopping.actions == tuple(
+            EndPod(name=f"digits-{attempt}-{rank}-x", uid=f"p{attempt}{rank}") for rank in (0, 1)
+        )
         assert state(stopping.status) == "Unknown Stopping"
         quiet = Observed(jobs=(kubernetes_job(attempt, suspended=True),))
         held_back = step(stopping.status, quiet, 101, job(suspend=True))

@@ -16,7 +16,7 @@ import pytest
 from trainmount_operator import labels
 from trainmount_operator.children import AttemptOptions
 from trainmount_operator.cluster import Cluster, Conflict, NotFound, Refused, Unavailable
-from trainmount_operator.facts import node_fact, pod_fact
+from trainmount_operator.facts import job_fact, node_fact, pod_fact
 from trainmount_operator.plan import Policy
 from trainmount_operator.reconcile import Reconciler
 from trainmount_operator.workqueue import Workqueue
@@ -79,6 +79,8 @@ class MemoryCluster:
         return self.put(manifest)
 
     def patch(self, kind: str, namespace: str, name: str, change: Document) -> Document:
+        if kind in self.refuse:
+            raise self.refuse[kind]
         document = self.get(kind, namespace, name)
         document["spec"] |= change["spec"]
         self.writes.append(f"patch {kind} {name}")
@@ -227,9 +229,14 @@ def test_a_failed_gang_is_stopped_and_followed_by_another(cluster: MemoryCluster
     reconcile(cluster, 10)
     assert [w for w in cluster.writes if "Event" not in w] == [
         "status",
-        "patch Job digits-0",
-        "delete Pod digits-0-0-x",
+        "patch Pod digits-0-0-x",
     ]
+    cluster.writes.clear()
+    reconcile(cluster, 11)
+    assert cluster.writes == []
+    ending = cluster.get("Pod", "team", "digits-0-0-x")
+    assert ending["spec"]["activeDeadlineSeconds"] == 1
+    cluster.put(ending | {"status": exited(143) | {"reason": "DeadlineExceeded"}})
     cluster.writes.clear()
     reconcile(cluster, 15)
     assert [w for w in cluster.writes if "Event" not in w] == [
@@ -241,7 +248,16 @@ def test_a_failed_gang_is_stopped_and_followed_by_another(cluster: MemoryCluster
         "create Job digits-1",
     ]
     assert ("Job", "digits-0") in cluster.objects
-    assert ("Pod", "digits-0-1-x") in cluster.objects
+    assert {("Pod", "digits-0-0-x"), ("Pod", "digits-0-1-x")} <= cluster.objects.keys()
+
+
+def test_a_pod_whose_change_a_policy_forbids_is_deleted(cluster: MemoryCluster) -> None:
+    reconcile(cluster)
+    add_pod(cluster, 0, **RUNNING)
+    add_pod(cluster, 1, **exited(1))
+    cluster.refuse["Pod"] = Refused(403, "a policy forbids it")
+    reconcile(cluster, 10)
+    assert ("Pod", "digits-0-0-x") not in cluster.objects
 
 
 def test_a_name_held_by_a_stranger_is_said_once_and_tried_again(cluster: MemoryCluster) -> None:
@@ -378,6 +394,13 @@ def test_a_sidecars_exit_code_is_not_the_attempts() -> None:
         {"name": "training", "state": {"terminated": {"exitCode": 0}}},
     ]
     assert pod_fact(POD | {"status": {"containerStatuses": states}}).exit_code == 0
+
+
+def test_the_indexes_that_a_job_gave_up_are_ranks() -> None:
+    metadata = POD["metadata"]
+    fact = job_fact({"metadata": metadata, "status": {"failedIndexes": "0,3-5"}})
+    assert fact.failed_ranks == {0, 3, 4, 5}
+    assert job_fact({"metadata": metadata}).failed_ranks == frozenset()
 
 
 def test_the_time_of_a_deletion_is_when_it_was_asked_for() -> None:

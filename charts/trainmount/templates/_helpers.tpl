@@ -61,10 +61,10 @@ imagePullSecrets:
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [create, get, list, watch, patch, delete]
-# Pods are the Job controller's; those of an ended attempt are deleted.
+# Pods are the Job controller's; those of an ended attempt are told to end, or deleted.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, delete]
+  verbs: [list, watch, patch, delete]
 - apiGroups: [""]
   resources: [services, configmaps]
   verbs: [create, get, delete, deletecollection]
