@@ -1,9 +1,13 @@
-"""Saves and resumes a whole training job: models, optimizers, loader, random numbers, step. Called
-by training programs.
+"""Saves and resumes a whole training job. Called by training programs.
 
-    with Checkpointer(path, state={"model": model, "optimizer": optimizer}, loader=loader,
-        every_steps=50) as checkpoints: resumed = checkpoints.resume() step = resumed.step if
-        resumed else 0 for epoch in range(loader.epoch, num_epochs):
+What belongs to it: models, optimizers, loader, random numbers, step.
+
+    with Checkpointer(
+        path, state={"model": model, "optimizer": optimizer}, loader=loader, every_steps=50
+    ) as checkpoints:
+        resumed = checkpoints.resume()
+        step = resumed.step if resumed else 0
+        for epoch in range(loader.epoch, num_epochs):
             for batch in loader:
                 ...
                 step += 1
