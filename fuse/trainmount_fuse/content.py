@@ -33,6 +33,10 @@ __all__ = ["Content"]
 
 log = logging.getLogger(__name__)
 
+_FRESH_SECONDS: Final = 1.0
+"""What a lookup or a first open has just asked the store counts for the open that follows at once.
+"""
+
 _SECOND_TRY_SECONDS: Final = 1.0
 """The kernel looks a name up again and opens again at once; longer means another open."""
 
@@ -197,7 +201,9 @@ class Content:
         if inode.link is not Link.LINKED:
             raise OSError(errno.ESTALE, "the name has another file now")
         now = time.monotonic()
-        if now < inode.reopen_until and inode.stat is not None:
+        is_asked = inode.is_fresh_for_open or now < inode.reopen_until
+        inode.is_fresh_for_open = False
+        if is_asked and inode.stat is not None and now - inode.checked_at < _FRESH_SECONDS:
             current = inode
         else:
             current = await core.refresh(inode, core.settings.open_timeout_seconds)

@@ -16,7 +16,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import trio
@@ -117,16 +117,25 @@ class Filesystem:
     async def lookup(self, parent_ino: int, name: bytes) -> Attributes:
         """The attributes of a name; `ino` 0 where it is not there. Counts one lookup of
         the inode.
+
+        The kernel does not remember the names of files: it looks them up again for each open(2),
+        and where that asked the store, `open` need not.
         """
         core = self._started()
         directory = core.directory(parent_ino)
+        arrived_at = time.monotonic()
         inode, asked_at = await core.resolve(
             directory, decode_name(name), core.settings.entry_timeout_seconds
         )
         if inode is None:
             return core.negative(asked_at)
         inode.lookup_count += 1
-        return core.attributes(inode)
+        attributes = core.attributes(inode)
+        if not inode.is_directory:
+            inode.looked_up_at = max(inode.looked_up_at, arrived_at)
+            inode.is_fresh_for_open = asked_at >= inode.looked_up_at
+            attributes = replace(attributes, entry_timeout_seconds=0.0)
+        return attributes
 
     async def forget(self, lookups: Iterable[tuple[int, int]]) -> None:
         """The kernel dropped that many lookups of each inode. Numbers we do not know are
@@ -422,6 +431,8 @@ class Filesystem:
                 # Removed since the listing, and forgotten.
                 continue
             if (inode.parent_ino, inode.name) == (directory_ino, name):
+                # The kernel remembers this one, and may open it without a lookup.
+                inode.is_fresh_for_open = False
                 yield DirEntry(name.encode(), attributes, ino)
 
     def _drop_unused(self, inode: Inode) -> None:

@@ -65,6 +65,12 @@ class Inode:
     cached: str | None = None
     """Version of the pages that the kernel may hold."""
 
+    looked_up_at: float = -math.inf
+    """Monotonic time at which the newest `lookup` of the name arrived."""
+
+    is_fresh_for_open: bool = False
+    """The newest `lookup` of the name asked the store itself; the `open` behind it need not."""
+
     reopen_until: float = -math.inf
     """Until then one `open` takes `stat` as it is: it is the kernel's second try after ESTALE."""
 

@@ -90,10 +90,40 @@ async def test_a_name_seen_missing_at_open_is_not_shown_again_from_older_knowled
 ) -> None:
     a, b = await world.node("a"), await world.node("b")
     await a.write("f", b"1")
-    ino = (await b.stat("f")).ino
+    # The kernel opens without a lookup what it remembers from a listing.
+    await b.stat("f")
+    ino = (await b.entries())["f"].ino
     await a.unlink("f")
     assert await world.errno_from(b.fs.open(ino, os.O_RDONLY)) == errno.ENOENT
     assert not await b.exists("f")
+
+
+async def test_an_open_asks_the_store_once_and_a_cached_file_is_not_fetched_again(
+    world: Any,
+) -> None:
+    contents = {f"f{number}": os.urandom(10_000) for number in range(10)}
+    for name, data in contents.items():
+        (world.remote / name).write_bytes(data)
+    a = await world.node(
+        prefetch_max_bytes=0,
+        prefetch_fetch_bytes=65536,
+        block_size_bytes=65536,
+        entry_timeout_seconds=0.0,
+    )
+    for expected in ({"stat": 10, "read": 10}, {"stat": 10}):
+        a.volume.calls.clear()
+        for name, data in contents.items():
+            assert await a.read(name) == data
+        assert a.volume.calls == expected
+
+
+async def test_a_lookup_that_did_not_ask_the_store_does_not_serve_an_open(world: Any) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await b.write("f", b"1")
+    assert (await a.stat("f")).size == 1
+    await b.write("f", b"22")
+    # Looked up again within the timeout, so from memory; the open asks.
+    assert await a.read("f") == b"22"
 
 
 async def test_a_local_create_ends_a_cached_absence_at_once(world: Any) -> None:
