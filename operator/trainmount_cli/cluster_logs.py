@@ -54,21 +54,21 @@ def watch_job(
 def print_logs(
     api: ClusterApi, name: str, output: Output, *, node: int | None, attempt: int | None
 ) -> int:
-    """Print what the pods of one attempt, the last by default, have said so far."""
+    """Print what the pods of one attempt, or of all, have said so far, and how they ended."""
     from trainmount_cli.cluster_run import describe_document, get_job
 
     described = describe_document(get_job(api, name))
     pods = [_Pod(document) for document in api.list("Pod", labels=job_selector(name))]
-    wanted = described["attempt_number"] if attempt is None else attempt
-    chosen = [pod for pod in pods if pod.attempt == wanted and node in (None, pod.node)]
-    printed = False
-    for pod in sorted(chosen, key=lambda pod: pod.node):
+    chosen = [p for p in pods if attempt in (None, p.attempt) and node in (None, p.node)]
+    printer = _Printer(output)
+    for pod in sorted(chosen, key=lambda pod: (pod.attempt, pod.node)):
         if not pod.has_started:
             continue
         for raw in api.stream_log(pod.name, CONTAINER_NAME, follow=False):
-            printed = True
-            _print_line(_Line(pod.attempt, pod.node, _split(raw)[1]), output)
-    if not printed:
+            printer.line(_Line(pod.attempt, pod.node, _split(raw)[1]))
+        if pod.exit_code is not None:
+            printer.exit(pod.attempt, pod.node, pod.exit_code)
+    if not printer.has_printed:
         reasons = [pod.reason for pod in chosen if pod.reason] or [described["message"]]
         raise CliError(f"no output: {reasons[0] or 'no pod has started'}", code="NOT_FOUND")
     return 0
@@ -90,6 +90,7 @@ class _Pod:
         self.has_started = "running" in state or "terminated" in state
         self.has_ended = "terminated" in state
         waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
+        self.exit_code: int | None = ended.get("exitCode")
         self.reason = _reason(waiting, ended)
 
 
@@ -118,6 +119,7 @@ class _Watcher:
         self._lines: queue.SimpleQueue[_Line] = queue.SimpleQueue()
         self._threads: dict[str, threading.Thread] = {}
         self._told = ("", "")
+        self._printer = _Printer(output)
 
     def run(self) -> dict[str, Any]:
         """Until the job has ended and every line is told; what `get` would show then."""
@@ -171,7 +173,7 @@ class _Watcher:
             if not until_silent and time.monotonic() >= deadline:
                 return
             try:
-                _print_line(self._lines.get(timeout=0.1), self._output)
+                self._printer.line(self._lines.get(timeout=0.1))
             except queue.Empty:
                 continue
 
@@ -193,9 +195,33 @@ def _split(raw: bytes) -> tuple[str, str]:
     return moment, text
 
 
-def _print_line(line: _Line, output: Output) -> None:
-    if output is Output.TEXT:
-        print(f"[node {line.node}] {line.text}", flush=True)
-    else:
-        event = {"type": "LOG", "attempt": line.attempt, "node": line.node, "line": line.text}
-        print_line(event | {"ts": timestamp()})
+class _Printer:
+    """Prints lines, and in text where the lines of another attempt begin."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._attempt = 0
+        self.has_printed = False
+
+    def line(self, line: _Line) -> None:
+        if self._output is Output.JSON:
+            event = {"type": "LOG", "attempt": line.attempt, "node": line.node, "line": line.text}
+            print_line(event | {"ts": timestamp()})
+        else:
+            self._begin(line.attempt)
+            print(f"[node {line.node}] {line.text}", flush=True)
+        self.has_printed = True
+
+    def exit(self, attempt: int, node: int, code: int) -> None:
+        """How a node ended."""
+        if self._output is Output.JSON:
+            event = {"type": "EXIT", "attempt": attempt, "node": node, "exit_code": code}
+            print_line(event | {"ts": timestamp()})
+        elif self.has_printed:
+            self._begin(attempt)
+            print(f"-- node {node} ended with exit code {code}", flush=True)
+
+    def _begin(self, attempt: int) -> None:
+        if attempt != self._attempt:
+            self._attempt = attempt
+            print(f"-- attempt {attempt}", flush=True)

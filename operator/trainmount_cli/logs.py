@@ -20,7 +20,10 @@ def logs(
     ] = False,
     node: Annotated[int | None, typer.Option("--node", min=0, help="One node only.")] = None,
     attempt: Annotated[
-        int | None, typer.Option("--attempt", min=0, help="Another attempt than the last.")
+        int | None,
+        typer.Option(
+            "--attempt", min=0, help="One only; by default all, or with --local the last."
+        ),
     ] = None,
     local: LocalOption = False,
     namespace: NamespaceOption = None,

@@ -6,6 +6,7 @@ second with errors of their own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -51,6 +52,17 @@ _WAITING: Final = {
 
 # Warnings of a pod that is bound and does not start.
 _VOLUME_WARNINGS: Final = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
+
+_MOUNT_FAILED: Final = re.compile(
+    r'MountVolume\.\w+ failed for volume "(?P<name>[^"]+)"\s*:\s*'
+    r"(?:rpc error: code = \w+ desc = )?(?P<problem>.+)",
+    re.DOTALL,
+)
+_VOLUME_NAME: Final = re.compile(r"volume-\d+")
+_OBJECT_MISSING: Final = re.compile(r'(configmap|secret)s? "[^"]+" not found')
+
+# What the scheduler says of pods it could remove, behind what is lacking.
+_PREEMPTION: Final = re.compile(r"\s*(no new claims to deallocate,\s*)?preemption:.*", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +120,13 @@ def judge_pods(
     return None
 
 
-def find_hold(pods: Sequence[PodFact], job: JobFact, *, num_nodes: int) -> Hold | None:
-    """What holds the attempt up, the most telling thing first; None if it merely takes its time."""
+def find_hold(
+    pods: Sequence[PodFact], job: JobFact, *, num_nodes: int, volume_paths: Sequence[str] = ()
+) -> Hold | None:
+    """What holds the attempt up, the most telling thing first; None if it merely takes its time.
+
+    `volume_paths` are those of the specification, in its order.
+    """
     for pod in pods:
         if pod.waiting_reason in _WAITING:
             return Hold(
@@ -119,12 +136,7 @@ def find_hold(pods: Sequence[PodFact], job: JobFact, *, num_nodes: int) -> Hold 
             )
     for pod in pods:
         if pod.warning and not pod.running and not pod.terminal:
-            volume = pod.warning.startswith(_VOLUME_WARNINGS)
-            return Hold(
-                reason=Reason.VOLUME_UNAVAILABLE if volume else Reason.STARTING,
-                message=_short(f"{pod.who}: {pod.warning}"),
-                since=pod.scheduled_time if volume else None,
-            )
+            return _held_by_warning(pod, volume_paths)
     if len(pods) < num_nodes and job.warning:
         return Hold(reason=Reason.PODS_NOT_CREATED, message=_short(job.warning))
     unschedulable = [pod for pod in pods if pod.unschedulable]
@@ -133,10 +145,26 @@ def find_hold(pods: Sequence[PodFact], job: JobFact, *, num_nodes: int) -> Hold 
             reason=Reason.UNSCHEDULABLE,
             message=_short(
                 f"{len(unschedulable)} of {num_nodes} nodes wait for room: "
-                f"{unschedulable[0].unschedulable}"
+                f"{_PREEMPTION.sub('', unschedulable[0].unschedulable)}"
             ),
         )
     return None
+
+
+def _held_by_warning(pod: PodFact, volume_paths: Sequence[str]) -> Hold:
+    if not pod.warning.startswith(_VOLUME_WARNINGS):
+        return Hold(reason=Reason.STARTING, message=_short(f"{pod.who}: {pod.warning}"))
+    reason, problem = Reason.VOLUME_UNAVAILABLE, pod.warning
+    if found := _MOUNT_FAILED.search(pod.warning):
+        name, problem = found["name"], found["problem"]
+        index = int(name.removeprefix("volume-")) if _VOLUME_NAME.fullmatch(name) else -1
+        if 0 <= index < len(volume_paths):
+            # The driver's own messages begin with the volume they are about.
+            if not problem.startswith("/Volumes/"):
+                problem = f"volume {volume_paths[index]}: {problem}"
+        elif _OBJECT_MISSING.search(problem):
+            reason = Reason.CONFIGURATION_MISSING
+    return Hold(reason=reason, message=_short(f"{pod.who}: {problem}"), since=pod.scheduled_time)
 
 
 def _cause(

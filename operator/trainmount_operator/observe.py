@@ -23,6 +23,8 @@ EVENTS_AFTER: Final = timedelta(seconds=3)
 # Enough to say what is wrong; a gang of hundreds fails for one reason.
 _PODS_ASKED: Final = 4
 
+_WAITED: Final = "Unable to attach or mount volumes"
+
 Document = dict[str, Any]
 
 
@@ -103,6 +105,9 @@ def _newest_warning(cluster: Cluster, namespace: str, uid: str) -> str:
     events = cluster.list("Event", namespace, fields=f"involvedObject.uid={uid},type=Warning")
     # The scheduler's own events repeat what the pod's condition says, and outlive it.
     events = [event for event in events if event.get("reason") != "FailedScheduling"]
+    # A kubelet that waited two minutes says only that it did, after it said what for.
+    causes = [e for e in events if not e.get("message", "").startswith(_WAITED)]
+    events = causes or events
     if not events:
         return ""
     newest = max(

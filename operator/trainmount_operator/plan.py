@@ -151,7 +151,8 @@ def _follow(
         return _ended(job.spec, status, record, _JOB_DELETED, now, policy), None, wake
     hold = None
     if record.running_time is None:
-        hold = find_hold(pods, kubernetes_job, num_nodes=num_nodes)
+        paths = [volume.path for volume in job.spec.volumes]
+        hold = find_hold(pods, kubernetes_job, num_nodes=num_nodes, volume_paths=paths)
     verdict = judge_pods(
         pods, kubernetes_job, num_nodes=num_nodes, now=now, node_lost_after=policy.node_lost_after
     )

@@ -372,14 +372,45 @@ def test_a_misconfiguration_is_named_at_once_and_ends_the_job_at_the_deadline(
     )
 
 
-def test_a_mount_that_fails_is_named_with_the_drivers_message() -> None:
-    first = step(JobStatus(), Observed(), 0).status
-    warning = "FailedMount: MountVolume.SetUp failed: secret databricks not found"
-    stuck = pod(1, phase="Pending", running=False, ready=False, warning=warning)
-    result = step(first, seen(pod(0), stuck), 6)
-    assert state(result.status) == "Unknown VolumeUnavailable"
+SET_UP = "FailedMount: MountVolume.SetUp failed for volume"
+MOUNT_PROBLEMS = [
+    (
+        f'{SET_UP} "volume-0" : rpc error: code = Unauthenticated desc = /Volumes/main/default/data '
+        "at http://host: the host does not take the token (HTTP 401)",
+        "VolumeUnavailable",
+        "/Volumes/main/default/data at http://host: the host does not take the token (HTTP 401)",
+    ),
+    (
+        f'{SET_UP} "volume-0" : fetching NodePublishSecretRef: secrets "databricks" not found',
+        "VolumeUnavailable",
+        "volume /Volumes/main/default/data: fetching NodePublishSecretRef: "
+        'secrets "databricks" not found',
+    ),
+    (
+        f'{SET_UP} "code" : configmap "nothing" not found',
+        "ConfigurationMissing",
+        'configmap "nothing" not found',
+    ),
+    (
+        f'{SET_UP} "volume-7" : what is this',
+        "VolumeUnavailable",
+        "what is this",
+    ),
+    ("FailedMount: of another form", "VolumeUnavailable", "FailedMount: of another form"),
+]
+
+
+@pytest.mark.parametrize(("warning", "reason", "message"), MOUNT_PROBLEMS)
+def test_a_mount_that_fails_is_named_with_the_volume_and_the_cause(
+    warning: str, reason: str, message: str
+) -> None:
+    the_job = job(volumes=[{"path": "/Volumes/main/default/data"}])
+    first = step(JobStatus(), Observed(), 0, the_job).status
+    stuck = pod(1, phase="Pending", running=False, ready=False, started=False, warning=warning)
+    result = step(first, seen(pod(0), stuck), 6, the_job)
     condition = result.status.condition("Succeeded")
-    assert condition is not None and condition.message == f"node 1 (on n1): {warning}"
+    assert condition is not None
+    assert (condition.reason, condition.message) == (reason, f"node 1 (on n1): {message}")
 
 
 def unplaced(rank: int) -> PodFact:
@@ -391,7 +422,8 @@ def unplaced(rank: int) -> PodFact:
         started=False,
         node_name=None,
         scheduled_time=None,
-        unschedulable="0/2 nodes are available: 2 Insufficient nvidia.com/gpu.",
+        unschedulable="0/2 nodes are available: 2 Insufficient nvidia.com/gpu. no new claims to "
+        "deallocate, preemption: 0/2 nodes are available: 2 No preemption victims found.",
     )
 
 

@@ -351,6 +351,11 @@ def test_a_pod_that_does_not_start_is_asked_for_its_warnings(cluster: MemoryClus
             "lastTimestamp": "2026-01-01T00:00:02Z",
         }
     )
+    waited = copy.deepcopy(cluster.objects["Event", "e"])
+    waited["metadata"] = {"name": "later"}
+    waited["message"] = "Unable to attach or mount volumes: timed out"
+    waited["lastTimestamp"] = "2026-01-01T00:00:03Z"
+    cluster.put(waited)
     reconcile(cluster, 2)
     assert standing(cluster)[0] == "Starting"
     reconcile(cluster, 4)
