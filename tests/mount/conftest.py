@@ -218,22 +218,62 @@ class Unprivileged:
 
 
 @pytest.fixture(scope="session")
-def nobody() -> Unprivileged:
+def nobody() -> Iterator[Unprivileged]:
     """User 65534 with no group and no capability, and an interpreter that this user can run."""
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv to become another user")
-    prefix = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
-    path = os.pathsep.join(one for one in sys.path if one)
-    environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent"}
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    places = [one for one in sys.path if one]
     for python in (sys.executable, f"/usr/bin/{version}"):
-        user = Unprivileged(prefix, python, environment)
-        # `env` stands between, because setpriv itself may still start what the user may not.
-        probe = Unprivileged((*prefix, "env"), python, environment)
-        with contextlib.suppress(OSError):
-            if probe.run("-c", "import pyfuse3, trio, trainmount_fuse").returncode == 0:
-                return user
-    pytest.skip("user 65534 can run no interpreter that has pyfuse3")
+        if (user := _unprivileged(python, places)) is not None:
+            yield user
+            return
+    # Neither the interpreter nor the checkout may be reached: they are shown at places that can.
+    with _shown_to_everybody([sys.base_prefix, *places]) as (base, *shown):
+        user = _unprivileged(f"{base}/bin/{version}", shown, LD_LIBRARY_PATH=f"{base}/lib")
+        assert user is not None, "user 65534 can run no interpreter that has pyfuse3"
+        yield user
+
+
+def _unprivileged(python: str, places: Sequence[str], **variables: str) -> Unprivileged | None:
+    """None if the user cannot run `python`, or cannot import the mount from `places`."""
+    prefix = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+    environment = {
+        "PYTHONPATH": os.pathsep.join(places),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": "/nonexistent",
+        **variables,
+    }
+    # `env` stands between, because setpriv itself may still start what the user may not.
+    probe = Unprivileged((*prefix, "env"), python, environment)
+    with contextlib.suppress(OSError):
+        if probe.run("-c", "import pyfuse3, trio, trainmount_fuse").returncode == 0:
+            return Unprivileged(prefix, python, environment)
+    return None
+
+
+@contextlib.contextmanager
+def _shown_to_everybody(folders: Sequence[str]) -> Iterator[list[str]]:
+    """Bind mounts of `folders` below a folder that everybody may enter."""
+    view = Path(tempfile.mkdtemp(prefix="trainmount-view-"))
+    view.chmod(0o755)
+    mounted: list[Path] = []
+    shown: list[str] = []
+    try:
+        for number, folder in enumerate(folders):
+            if not Path(folder).is_dir():
+                shown.append(folder)
+                continue
+            place = view / str(number)
+            place.mkdir()
+            subprocess.run(["mount", "--bind", folder, str(place)], check=True)
+            mounted.append(place)
+            shown.append(str(place))
+        yield shown
+    finally:
+        for place in reversed(mounted):
+            subprocess.run(["umount", "--lazy", str(place)], check=True)
+        shutil.rmtree(view)
 
 
 @pytest.fixture
