@@ -22,13 +22,18 @@ from trainmount_fuse.session.mounting import (
 )
 
 
-def test_sigterm_unmounts_and_exits_with_0(start_mount, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_unmounts_ends_the_daemon_in_order_and_exits_with_0(start_mount, tmp_path, number):
     mount = start_mount(f"file://{tmp_path}", toy="none")
     daemon = mount.ready()["daemon_pid"]
-    assert mount.stop() == 0
+    # Ctrl-C reaches the holder and not its daemon.
+    assert os.getpgid(daemon) == daemon
+    mount.process.send_signal(number)
+    assert mount.process.wait(60) == 0
     assert not mount.is_mounted()
     assert not mount.ready_file.exists()
     assert not Path(f"/proc/{daemon}").exists()
+    assert "the daemon died" not in mount.log
 
 
 def test_sigterm_ends_a_mount_that_a_program_still_uses(start_mount, tmp_path):
@@ -144,15 +149,6 @@ def test_umount_by_hand_while_no_daemon_lives_ends_the_holder_too(start_mount, t
     assert mount.process.wait(60) == 0
 
 
-def test_ctrl_c_reaches_the_holder_and_not_its_daemon(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
-    daemon = mount.ready()["daemon_pid"]
-    assert os.getpgid(daemon) == daemon
-    mount.process.send_signal(signal.SIGINT)
-    assert mount.process.wait(60) == 0
-    assert "the daemon died" not in mount.log
-
-
 def _mount_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "trainmount_fuse", "mount", *arguments],
@@ -188,23 +184,28 @@ def test_a_mountpoint_that_is_a_file_is_refused(tmp_path, volume):
     assert done.stderr == f"trainmount: mountpoint {tmp_path}/file is not a directory\n"
 
 
-def test_a_taken_mountpoint_is_refused_and_its_mount_goes_on(start_mount, tmp_path, volume):
+def test_place_and_state_of_a_living_mount_are_refused_to_a_second_one(
+    start_mount, tmp_path, volume
+):
     mount = start_mount(f"file://{tmp_path}", toy="none")
     done = _mount_command(volume, str(mount.mountpoint), "--foreground", *_own_files(tmp_path))
     assert done.returncode == 2
     assert f"mountpoint {mount.mountpoint} is busy" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert (mount.mountpoint / "f").exists()
-
-
-def test_state_of_a_living_mount_is_not_used_by_a_second_one(start_mount, tmp_path, volume):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
     (tmp_path / "other").mkdir()
     state = str(mount.folder / "state")
     done = _mount_command(volume, str(tmp_path / "other"), "--foreground", "--state-dir", state)
     assert done.returncode == 2
     assert "belongs to a mount that is there" in done.stderr
     assert find_mount(tmp_path / "other") is None
+    assert (mount.mountpoint / "f").exists()
+    # The living one is used: only its name can be taken away.
+    with (mount.mountpoint / "f").open("rb"):
+        with pytest.raises(MountError, match="a program has files"):
+            unmount(mount.mountpoint)
+        assert mount.is_mounted()
+        unmount(mount.mountpoint, lazy=True)
+        assert not mount.is_mounted()
 
 
 def test_a_missing_volume_is_told_before_anything_is_mounted(tmp_path):
@@ -282,16 +283,6 @@ def test_a_user_without_rights_is_told_what_to_do(nobody, open_path, closed_fuse
 def test_unmounting_what_is_not_mounted_is_fine(tmp_path):
     unmount(tmp_path)
     unmount(tmp_path / "missing")
-
-
-def test_a_used_mount_is_unmounted_lazily_only(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
-    with (mount.mountpoint / "f").open("rb"):
-        with pytest.raises(MountError, match="a program has files"):
-            unmount(mount.mountpoint)
-        assert mount.is_mounted()
-        unmount(mount.mountpoint, lazy=True)
-        assert not mount.is_mounted()
 
 
 def test_names_with_spaces_are_found_among_the_mounts(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ def test_six_kills_of_the_daemon_fail_no_read_and_make_none_wrong(
 
 def test_a_read_that_the_dead_daemon_had_begun_is_answered_by_its_successor(start_mount, tmp_path):
     mount = start_mount(f"file://{tmp_path}", toy="none")
+    assert _names(mount.mountpoint) == ["f", "slow"]
     file = os.open(mount.mountpoint / "slow", os.O_RDONLY)
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append(os.pread(file, 8, 4096)))
@@ -39,12 +39,7 @@ def test_a_read_that_the_dead_daemon_had_begun_is_answered_by_its_successor(star
     reader.join()
     os.close(file)
     assert got == [(4096).to_bytes(8, "little")]
-
-
-def test_names_and_listings_go_on_after_a_kill(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
-    assert _names(mount.mountpoint) == ["f", "slow"]
-    mount.kill_daemon()
+    # Names go on as well.
     assert _names(mount.mountpoint) == ["f", "slow"]
     assert not (mount.mountpoint / "nothing").exists()
 
@@ -68,9 +63,12 @@ def test_a_request_that_kills_every_daemon_ends_in_an_error_for_its_program(star
     _assert_dead_not_hanging(mount.mountpoint)
 
 
-def test_a_mount_whose_holder_was_killed_is_replaced_by_the_next_one(start_mount, tmp_path):
+def test_a_killed_holder_takes_its_daemon_along_and_the_next_one_replaces_the_mount(
+    start_mount, tmp_path
+):
     mount = start_mount(f"file://{tmp_path}", toy="none")
     daemon = mount.ready()["daemon_pid"]
+    assert os.getsid(daemon) == daemon
     mount.process.kill()
     mount.process.wait()
     mount.ready_file.unlink()
@@ -81,15 +79,6 @@ def test_a_mount_whose_holder_was_killed_is_replaced_by_the_next_one(start_mount
     assert (mount.mountpoint / "f").exists()
     assert mount.stop() == 0
     assert not mount.is_mounted()
-
-
-def test_a_daemon_never_outlives_its_holder(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
-    daemon = mount.ready()["daemon_pid"]
-    assert os.getsid(daemon) == daemon
-    mount.process.send_signal(signal.SIGKILL)
-    mount.process.wait()
-    _wait_gone(daemon)
 
 
 def _names(folder: Path) -> list[str]:
