@@ -21,6 +21,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from rig.cluster import Rig  # noqa: E402
+from rig.digits import Digits  # noqa: E402
+from rig.inventory import cluster_objects  # noqa: E402
 from rig.kubectl import Kubectl  # noqa: E402
 from rig.locations import PROJECT, Progress  # noqa: E402
 from rig.under_test import GPUS_PER_NODE, ClusterUnderTest  # noqa: E402
@@ -87,8 +89,14 @@ def helm(cluster: ClusterUnderTest) -> Iterator[helm_python.Config]:
 
 
 @pytest.fixture(scope="session")
+def before_installation(kubectl: Kubectl) -> set[str]:
+    """The objects outside of namespaces that were there before the chart."""
+    return cluster_objects(kubectl)
+
+
+@pytest.fixture(scope="session")
 def installed(
-    cluster: ClusterUnderTest, helm: helm_python.Config, progress: Progress
+    before_installation: set[str], helm: helm_python.Config, progress: Progress
 ) -> Iterator[str]:
     """The chart, installed and ready; gives its namespace. Uninstalled at the end of the
     session."""
@@ -105,6 +113,22 @@ def installed(
         yield NAMESPACE
     finally:
         helm.uninstall(RELEASE, wait="watcher", timeout=120, ignore_not_found=True)
+
+
+@pytest.fixture(scope="session")
+def digits(cluster: ClusterUnderTest, installed: str) -> Iterator[Digits]:
+    """A namespace with the example's Files API and its digits, on the first node."""
+    name = f"digits-{uuid4().hex[:6]}"
+    yield Digits.create(cluster.kubectl, name, node=cluster.nodes()[0])
+    cluster.kubectl("delete", "namespace", name, "--timeout=180s", timeout_seconds=200)
+
+
+@pytest.fixture(scope="session")
+def undisturbed_weights(digits: Digits) -> str:
+    """The SHA-256 of the final weights of a short job of the example that nothing happened to."""
+    job = digits.run("undisturbed")
+    job.wait_succeeded()
+    return job.weights()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

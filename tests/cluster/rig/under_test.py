@@ -88,12 +88,20 @@ class ClusterUnderTest:
             what = f"{node} to be Ready"
             wait_for(what, lambda: self.is_ready(node), timeout_seconds=timeout_seconds)
 
-    def _docker(self, verb: str, node: str) -> None:
+    def on_node(self, node: str, *command: str) -> str:
+        """Run a command among the processes of a node, as root; returns what it prints.
+
+        Raises:
+            RigError: its status is not 0.
+        """
+        if self.rig:
+            return _run(self.rig.machine(node).inside(*command), f"{command[0]} on {node}")
+        return self._docker("exec", node, *command)
+
+    def _docker(self, verb: str, node: str, *command: str) -> str:
         if shutil.which("docker") is None:
             raise RigError(f"cannot {verb} {node}: it is no node of a rig, and docker is missing")
-        done = subprocess.run(["docker", verb, node], capture_output=True, text=True)
-        if done.returncode:
-            raise RigError(f"cannot {verb} {node}: {done.stderr.strip()}")
+        return _run(["docker", verb, node, *command], f"{verb} {node}")
 
     def report(self, name: str) -> str:
         """What a person wants to see after a failure; the logs are copied, the text says where."""
@@ -109,3 +117,10 @@ class ClusterUnderTest:
             self.kubectl.run(*dump)
             sections.append(f"logs: {folder}")
         return "\n".join(sections)
+
+
+def _run(command: list[str], what: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RigError(f"cannot {what}: {done.stderr.strip()}")
+    return done.stdout
