@@ -375,16 +375,14 @@ def test_a_misconfiguration_is_named_at_once_and_ends_the_job_at_the_deadline(
 SET_UP = "FailedMount: MountVolume.SetUp failed for volume"
 MOUNT_PROBLEMS = [
     (
-        f'{SET_UP} "volume-0" : rpc error: code = Unauthenticated desc = /Volumes/main/default/data '
-        "at http://host: the host does not take the token (HTTP 401)",
+        f'{SET_UP} "volume-0" : rpc error: code = NotFound desc = /Volumes/main/default/data: no',
         "VolumeUnavailable",
-        "/Volumes/main/default/data at http://host: the host does not take the token (HTTP 401)",
+        "/Volumes/main/default/data: no",
     ),
     (
-        f'{SET_UP} "volume-0" : fetching NodePublishSecretRef: secrets "databricks" not found',
+        f'{SET_UP} "volume-0" : fetching failed: secrets "databricks" not found',
         "VolumeUnavailable",
-        "volume /Volumes/main/default/data: fetching NodePublishSecretRef: "
-        'secrets "databricks" not found',
+        'volume /Volumes/main/default/data: fetching failed: secrets "databricks" not found',
     ),
     (
         f'{SET_UP} "code" : configmap "nothing" not found',
