@@ -7,7 +7,9 @@ each file.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ __all__ = ["read_by_torch", "read_by_trainmount", "run"]
 NUM_WORKERS = 2
 BATCH_SIZE = 16
 PREFETCH_FACTOR = 4
+_PR_SET_PDEATHSIG = 1
 
 Side = Callable[[int], Sample]
 
@@ -180,10 +183,16 @@ def read_by_torch(directory: str, num_files: int, file_bytes: int) -> Timing:
             prefetch_factor=PREFETCH_FACTOR,
             collate_fn=list,
             persistent_workers=True,
+            worker_init_fn=_end_with_parent,
         )
         num_bytes = sum(len(item) for batch in loader for item in batch)
     _check(num_bytes, num_files * file_bytes)
     return timing
+
+
+def _end_with_parent(_worker: int) -> None:
+    """torch's workers stay for ever where the benchmark is stopped while they hand a batch over."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _check(num_bytes: int, expected: int) -> None:

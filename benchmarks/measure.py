@@ -27,6 +27,7 @@ __all__ = [
     "Timing",
     "compare",
     "drop_page_cache",
+    "finish_program",
     "measured",
     "peak_memory",
     "peak_mib_of",
@@ -157,7 +158,8 @@ def finish_program(program: Program, process: subprocess.Popen[str]) -> Timing:
     finally:
         if process.poll() is None:
             process.kill()
-            process.communicate()
+            # Not its outputs' end: a process of its own may have them open for longer.
+            process.wait()
     if process.returncode != 0:
         raise RuntimeError(f"{program.module}.{program.name} failed:\n{errors}")
     return Timing(**json.loads(output.splitlines()[-1]))

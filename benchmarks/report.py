@@ -110,7 +110,8 @@ def write() -> None:
         if topic in kept:
             entry = kept[topic]
             lines = [_comparison(line) for line in entry["lines"]]
-            about = f"{entry['date']}, {entry['machine']}."
+            rounds = len(lines[0].ratios)
+            about = f"{entry['date']}, {rounds} rounds; {entry['machine']}."
             parts.append(f"## {title}\n\n{about}\n\n{table(lines)}\n")
             drawn += lines
     _DOCUMENT.write_text("\n".join([*parts, _FOOTER]))

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
@@ -49,6 +50,8 @@ def _run_topic(name: str, options: argparse.Namespace, folder: Path) -> None:
     setting = Setting(folder=folder, volume=options.volume, cluster=options.cluster)
     if options.quick:
         setting = setting.quick()
+    if options.rounds:
+        setting = replace(setting, repeats=options.rounds)
     say(f"{name}: load of this machine is {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     folder.mkdir()
     try:
@@ -70,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", choices=TOPICS, metavar="TOPIC", help=", ".join(TOPICS)
     )
     parser.add_argument("--quick", action="store_true", help="small: whether everything runs")
+    parser.add_argument("--rounds", type=int, metavar="N", help="of each comparison (5)")
     parser.add_argument(
         "--cluster",
         action="store_true",

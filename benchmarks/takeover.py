@@ -59,13 +59,18 @@ def run(setting: Setting) -> list[Comparison]:
             process = start_program(reader)
             kills: list[float] = []
             remounts: list[Sample] = []
-            for number in range(setting.repeats):
-                time.sleep(_CALM_SECONDS)
-                kills.append(time.monotonic())
-                mount.kill_daemon()
-                time.sleep(_CALM_SECONDS)
-                remounts.append(_remount(by_hand))
-                say(f"  {number + 1}/{setting.repeats} by hand: {remounts[-1].seconds:.3f} s")
+            try:
+                for number in range(setting.repeats):
+                    time.sleep(_CALM_SECONDS)
+                    kills.append(time.monotonic())
+                    mount.kill_daemon()
+                    time.sleep(_CALM_SECONDS)
+                    remounts.append(_remount(by_hand))
+                    say(f"  {number + 1}/{setting.repeats} by hand: {remounts[-1].seconds:.3f} s")
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
             assert process.stdin is not None
             process.stdin.close()
             process.stdin = None
