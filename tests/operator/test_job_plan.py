@@ -209,12 +209,24 @@ def test_a_terminal_job_is_never_touched_again() -> None:
             assert result.notices == ()
 
 
-def test_a_terminal_job_stops_what_still_runs() -> None:
+def test_a_job_fails_for_good_only_when_nothing_of_it_runs_any_more() -> None:
     the_job = job(maxRetries=0)
-    failed = step(running(the_job), seen(ended(0, 1, 9), pod(1)), 10, the_job)
+    stopping = step(running(the_job), seen(ended(0, 1, 9), pod(1)), 10, the_job)
+    assert state(stopping.status) == "Unknown Stopping"
+    assert stopping.actions == (EndPod(name="digits-0-1-x", uid="p01"),)
+    quiet = seen(ended(0, 1, 9), ended(1, 143, 12), jobs=(kubernetes_job(failed=True),))
+    failed = step(stopping.status, quiet, 60, replace(the_job, generation=2))
     assert state(failed.status) == "False ProgramFailed"
-    assert failed.actions == (EndPod(name="digits-0-1-x", uid="p01"),)
-    assert failed.status == step(failed.status, seen(ended(0, 1, 9), pod(1)), 60, the_job).status
+    assert failed.status.completion_time == at(60)
+    assert failed.actions == ()
+
+
+def test_a_terminal_job_stops_what_still_runs() -> None:
+    done = step(running(), seen(ended(0, 0, 9), ended(1, 0, 9)), 10).status
+    assert state(done) == "True Completed"
+    assert step(done, seen(ended(0, 0, 9), pod(1)), 60).actions == (
+        EndPod(name="digits-0-1-x", uid="p01"),
+    )
 
 
 def test_an_out_of_memory_kill_costs_a_retry_and_is_called_so() -> None:
@@ -266,6 +278,44 @@ def test_a_pod_that_is_gone_explains_the_failures_of_its_peers() -> None:
     record = result.status.attempts[0]
     assert (record.outcome, record.reason) == ("Interrupted", "PodDeleted")
     assert record.message == "node 1: its pod is gone"
+
+
+@pytest.mark.parametrize("max_retries", [0, 3])
+def test_a_node_that_turns_out_to_be_gone_excuses_the_failures_of_its_peers(
+    max_retries: int,
+) -> None:
+    the_job = job(maxRetries=max_retries)
+    # The peers of a dead node fail at once, while the cluster still believes in it.
+    closed = ended(1, 1, 9, exit_message="RuntimeError: connection closed by peer")
+    failing = step(running(the_job), seen(pod(0), closed), 10, the_job)
+    assert failing.status.attempts[0].reason == "ProgramFailed"
+    node = NodeFact(exists=True, not_ready_since=at(50))
+    silent = seen(pod(0, ready=False, ending=True, node=node), closed)
+    waiting = step(failing.status, silent, 60, the_job)
+    assert waiting.wake_time == at(70)
+    excused = step(waiting.status, silent, 70, the_job)
+    [record] = excused.status.attempts
+    assert (record.outcome, record.reason) == ("Interrupted", "NodeLost")
+    assert (record.node_rank, record.exit_code) == (0, None)
+    assert (excused.status.retries, excused.status.interruptions) == (0, 1)
+    [notice] = excused.notices
+    assert notice.message == "attempt 0: NodeLost: node 0 (on n0): the node is gone; no retry spent"
+    assert excused.actions == (DeletePod(name="digits-0-0-x", uid="p00", force=True),)
+    again = step(excused.status, seen(closed), 71, the_job)
+    assert again.actions == (CreateAttempt(number=1),)
+
+
+def test_an_operator_that_was_away_when_a_node_died_still_blames_the_node() -> None:
+    node = NodeFact(exists=True, not_ready_since=at(50))
+    result = step(running(), seen(pod(0, ready=False, node=node), ended(1, 1, 9)), 80)
+    assert result.status.attempts[0].reason == "NodeLost"
+    assert result.status.retries == 0
+
+
+def test_a_failure_long_before_a_node_died_is_still_a_failure() -> None:
+    node = NodeFact(exists=True, not_ready_since=at(500))
+    result = step(running(), seen(pod(0, ready=False, node=node), ended(1, 1, 9)), 600)
+    assert result.status.attempts[0].reason == "ProgramFailed"
 
 
 def test_a_disruption_explains_the_failures_that_follow_it() -> None:
@@ -372,43 +422,16 @@ def test_a_misconfiguration_is_named_at_once_and_ends_the_job_at_the_deadline(
     )
 
 
-SET_UP = "FailedMount: MountVolume.SetUp failed for volume"
-MOUNT_PROBLEMS = [
-    (
-        f'{SET_UP} "volume-0" : rpc error: code = NotFound desc = /Volumes/main/default/data: no',
-        "VolumeUnavailable",
-        "/Volumes/main/default/data: no",
-    ),
-    (
-        f'{SET_UP} "volume-0" : fetching failed: secrets "databricks" not found',
-        "VolumeUnavailable",
-        'volume /Volumes/main/default/data: fetching failed: secrets "databricks" not found',
-    ),
-    (
-        f'{SET_UP} "code" : configmap "nothing" not found',
-        "ConfigurationMissing",
-        'configmap "nothing" not found',
-    ),
-    (
-        f'{SET_UP} "volume-7" : what is this',
-        "VolumeUnavailable",
-        "what is this",
-    ),
-    ("FailedMount: of another form", "VolumeUnavailable", "FailedMount: of another form"),
-]
-
-
-@pytest.mark.parametrize(("warning", "reason", "message"), MOUNT_PROBLEMS)
-def test_a_mount_that_fails_is_named_with_the_volume_and_the_cause(
-    warning: str, reason: str, message: str
-) -> None:
+def test_a_mount_that_fails_is_named_with_the_volume_of_the_job() -> None:
     the_job = job(volumes=[{"path": "/Volumes/main/default/data"}])
     first = step(JobStatus(), Observed(), 0, the_job).status
+    warning = 'FailedMount: MountVolume.SetUp failed for volume "volume-0" : no'
     stuck = pod(1, phase="Pending", running=False, ready=False, started=False, warning=warning)
     result = step(first, seen(pod(0), stuck), 6, the_job)
+    assert state(result.status) == "Unknown VolumeUnavailable"
     condition = result.status.condition("Succeeded")
     assert condition is not None
-    assert (condition.reason, condition.message) == (reason, f"node 1 (on n1): {message}")
+    assert condition.message == "node 1 (on n1): volume /Volumes/main/default/data: no"
 
 
 def unplaced(rank: int) -> PodFact:
