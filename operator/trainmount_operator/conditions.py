@@ -85,7 +85,7 @@ def notices(before: JobStatus, after: JobStatus) -> tuple[Notice, ...]:
     known = {record.number: record for record in before.attempts}
     for record in after.attempts:
         old = known.get(record.number)
-        if record.outcome is not None and (old is None or old.outcome is None):
+        if record.outcome is not None and (old is None or old.outcome is not record.outcome):
             result.append(_ended_notice(record, after))
         elif old is None:
             result.append(_started_notice(record, after))

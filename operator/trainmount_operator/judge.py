@@ -17,7 +17,7 @@ from trainmount_operator.launch import MESSAGE_PREFIX, RENDEZVOUS_EXIT_CODE
 from trainmount_operator.status import Outcome, Reason
 from trainmount_operator.telling import telling_line
 
-__all__ = ["Hold", "Verdict", "find_hold", "judge_pods"]
+__all__ = ["Hold", "Verdict", "find_hold", "judge_pods", "node_lost"]
 
 _LONGEST_MESSAGE: Final = 400
 
@@ -181,7 +181,7 @@ def _cause(
         return when, 0, _interrupted(pod, reason, f"{pod.who}: {message}")
     lost = pod.node_lost_time(node_lost_after)
     if not pod.terminal and lost is not None and lost <= now:
-        return lost, 0, _interrupted(pod, Reason.NODE_LOST, f"{pod.who}: the node is gone")
+        return lost, 0, node_lost(pod)
     killed_by_deletion = (
         pod.deletion_time is not None
         and pod.exit_reason != "OOMKilled"
@@ -210,6 +210,11 @@ def _cause(
         message = f"{pod.who}: pod {pod.name} failed, its exit code is unknown"
         return now, 3, _interrupted(pod, Reason.POD_DELETED, message)
     return None
+
+
+def node_lost(pod: PodFact) -> Verdict:
+    """The end of an attempt whose pod was on a node that is gone."""
+    return _interrupted(pod, Reason.NODE_LOST, f"{pod.who}: the node is gone")
 
 
 def _interrupted(pod: PodFact, reason: Reason, message: str) -> Verdict:

@@ -29,7 +29,7 @@ from trainmount_operator.actions import (
 )
 from trainmount_operator.facts import JobFact, Observed, PodFact
 from trainmount_operator.job import TrainingJob, TrainingJobSpec
-from trainmount_operator.judge import Hold, Verdict, find_hold, judge_pods
+from trainmount_operator.judge import Hold, Verdict, find_hold, judge_pods, node_lost
 from trainmount_operator.status import AttemptRecord, JobStatus, Outcome, Reason
 
 __all__ = ["JOBS_KEPT", "Plan", "Policy", "plan"]
@@ -114,6 +114,7 @@ def plan(
         status, hold, wake = _follow(job, status, observed, now, policy)
     busy = _busy_pods(job, status, observed)
     if status.current_attempt is None and not status.is_terminal:
+        status = _excused(job, status, busy, now, policy)
         status, wake = _continue(job, status, bool(busy), now, min(wake, now + policy.resync))
     if not status.is_terminal:
         status = conditions.describe(job, status, hold, busy, now)
@@ -236,10 +237,39 @@ def _ended(
     if verdict.outcome is Outcome.INTERRUPTED:
         status = replace(status, interruptions=status.interruptions + 1)
         return replace(status, next_attempt_time=now + _interruption_delay(status, policy))
-    if verdict.outcome is Outcome.MISCONFIGURED or status.retries >= spec.max_retries:
+    if verdict.outcome is Outcome.MISCONFIGURED:
         return conditions.finished(replace(status, completion_time=now), now)
+    if status.retries >= spec.max_retries:
+        # Final only when nothing of it runs any more: a lost node may still excuse it.
+        return status
     delay = min(policy.retry_backoff * 2**status.retries, policy.retry_backoff_limit)
     return replace(status, retries=status.retries + 1, next_attempt_time=now + delay)
+
+
+def _excused(
+    job: TrainingJob, status: JobStatus, busy: Iterable[PodFact], now: datetime, policy: Policy
+) -> JobStatus:
+    """The failure of a program as the loss of a node, where that was behind it.
+
+    The peers of a node that dies fail within a second, long before the cluster knows of its death.
+    What cannot end tells it: a pod of the same attempt on a node that turns out to be gone.
+    """
+    last = status.last_attempt
+    if last is None or last.reason not in (Reason.PROGRAM_FAILED, Reason.RENDEZVOUS_FAILED):
+        return status
+    gone = [
+        pod
+        for pod in busy
+        if (pod.owner_uid, pod.attempt) == (job.uid, last.number)
+        and (lost := pod.node_lost_time(policy.node_lost_after)) is not None
+        and lost <= now
+    ]
+    if not gone:
+        return status
+    # Without a time for another attempt, none had been left, and none was counted.
+    spent = 0 if status.next_attempt_time is None else 1
+    status = replace(status, retries=status.retries - spent)
+    return _ended(job.spec, status, last, node_lost(gone[0]), now, policy)
 
 
 def _interruption_delay(status: JobStatus, policy: Policy) -> timedelta:
@@ -260,8 +290,14 @@ def _interruption_delay(status: JobStatus, policy: Policy) -> timedelta:
 def _continue(
     job: TrainingJob, status: JobStatus, busy: bool, now: datetime, wake: datetime
 ) -> tuple[JobStatus, datetime]:
-    """Between attempts: begin the next one when nothing computes and its time has come."""
-    if job.spec.suspend or busy:
+    """Between attempts: begin the next one when nothing computes and its time has come, or end the
+    job that has no retry left.
+    """
+    if busy:
+        return status, wake
+    if status.next_attempt_time is None and _has_failed(status):
+        return conditions.finished(replace(status, completion_time=now), now), wake
+    if job.spec.suspend:
         return status, wake
     if status.next_attempt_time is not None and status.next_attempt_time > now:
         return status, min(wake, status.next_attempt_time)
@@ -272,6 +308,11 @@ def _continue(
     )
     # Soon again: the Job's uid is recorded and its pods are looked for.
     return status.with_attempt(record), now + timedelta(seconds=2)
+
+
+def _has_failed(status: JobStatus) -> bool:
+    last = status.last_attempt
+    return last is not None and last.outcome in (Outcome.FAILED, Outcome.TIMED_OUT)
 
 
 def _busy_pods(job: TrainingJob, status: JobStatus, observed: Observed) -> list[PodFact]:
