@@ -34,10 +34,10 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from trainmount.run import parameters, world
 
 from trainmount.checkpoint import Checkpointer
 from trainmount.data import DataLoader, UCVolumeDataset
+from trainmount.run import parameters, world
 
 
 class DigitsNet(nn.Module):
