@@ -21,6 +21,7 @@ from measure import (
     take_turns,
 )
 from places import ROOT, Mount, Store, link_tree, mounted, serving, write_blocks
+from programs import load_client
 from topics import Setting, as_rate
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ def save_by_trainmount(path: str, size_bytes: int) -> Timing:
 
     from trainmount.data import UCVolumeWriter
 
+    load_client()
     state = _state(size_bytes)
     with measured() as timing:
         save(state, storage_writer=UCVolumeWriter(path))
@@ -179,6 +181,7 @@ def load_by_trainmount(path: str, size_bytes: int) -> Timing:
 
     from trainmount.data import UCVolumeReader
 
+    load_client()
     state = _state(size_bytes, is_empty=True)
     with measured() as timing:
         load(state, storage_reader=UCVolumeReader(path))

@@ -26,6 +26,7 @@ from measure import (
     take_turns,
 )
 from places import ROOT, Mount, Store, link_tree, mounted, serving, write_files
+from programs import load_client
 from topics import Setting, as_files
 
 __all__ = ["read_by_torch", "read_by_trainmount", "run"]
@@ -144,6 +145,7 @@ def read_by_trainmount(directory: str, num_files: int, file_bytes: int) -> Timin
     """One epoch of `trainmount.data.DataLoader`, the listing and the start of its workers too."""
     from trainmount.data import DataLoader, UCVolumeDataset
 
+    load_client()
     with measured() as timing:
         dataset = UCVolumeDataset(directory, item="bytes")
         loader = DataLoader(

@@ -104,7 +104,9 @@ def _cold_reads(
     unit = as_rate(size)
     return [
         compare(what, "volume client, 8 ranges of 8 MiB at once", mount_samples, client, unit),
-        compare(what, "the same, into a local file as well", mount_samples, download, unit),
+        compare(
+            what, "volume client, the same ranges into a local file", mount_samples, download, unit
+        ),
         compare(what, "bare urllib3, the same ranges", mount_samples, bare, unit),
         compare(
             f"volume client: read {setting.read_mib} MiB, {where}",

@@ -27,6 +27,7 @@ __all__ = [
     "NUM_READERS",
     "Checker",
     "download_client",
+    "load_client",
     "read_by_sdk",
     "read_by_sdk_to_file",
     "read_client",
@@ -168,7 +169,7 @@ def read_urllib3(path: str, size_bytes: int) -> Timing:
 def read_by_sdk(path: str, size_bytes: int) -> Timing:
     """`files.download` of the databricks SDK: one stream."""
     checker = Checker()
-    client = _sdk()
+    client = _sdk(path)
     with measured() as timing:
         contents = client.files.download(path).contents
         assert contents is not None
@@ -181,7 +182,7 @@ def read_by_sdk(path: str, size_bytes: int) -> Timing:
 
 def read_by_sdk_to_file(path: str, size_bytes: int, folder: str) -> Timing:
     """`files.download_to` of the databricks SDK: a local copy by as many threads as it likes."""
-    client = _sdk()
+    client = _sdk(path)
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         local = Path(directory) / "file"
         with measured() as timing:
@@ -206,10 +207,18 @@ def upload_client(source: str, path: str) -> Timing:
 
 def upload_sdk(source: str, path: str) -> Timing:
     """`files.upload_from` of the databricks SDK: parts by as many threads as it likes."""
-    client = _sdk()
+    client = _sdk(path)
     with measured() as timing:
         client.files.upload_from(path, source, overwrite=True)
     return timing
+
+
+def load_client() -> None:
+    """Import what a volume loads when it is first used."""
+    import certifi  # noqa: F401
+    import urllib3  # noqa: F401
+
+    import trainmount_files.files_api  # noqa: F401
 
 
 def _open(root: str) -> Volume:
@@ -221,7 +230,10 @@ def _open(root: str) -> Volume:
     return volume
 
 
-def _sdk() -> WorkspaceClient:
+def _sdk(path: str) -> WorkspaceClient:
+    """A client of the SDK that has spoken to its store, as `_open`."""
     from databricks.sdk import WorkspaceClient
 
-    return WorkspaceClient()
+    client = WorkspaceClient()
+    client.files.get_directory_metadata(path.rpartition("/")[0])
+    return client

@@ -58,7 +58,18 @@ The store is `trainmount serve` on the same machine, without fsync and with the 
 shall cost as little as it can, so that the ratios show what our side costs. Server, mount and
 program share the cores, so a mount competes with the store that it reads from. A file that is read
 "with nothing cached" is one that this mount has never seen. Each program runs in a fresh process,
-imports and the first request left out, and checks what it reads.
+imports left out, and checks what it reads. What moves one file has spoken to its store before.
+
+## Where the time goes when a ratio is low
+
+- *Many small files on the mount*: every `open` asks the store for the file's version, so that it
+  sees what another node has closed. The requests of one mount share one Python process, and the
+  store of this table shares the cores with it; the page cache does not help, the request remains.
+- *A file that is not cached*: the mount writes it into the block cache on disk before the program
+  gets it, and the kernel then keeps it twice, as a file of the cache and as a file of the mount.
+  The line "into a local file" is the same work without a mount.
+- *A checkpoint without a mount*: each writer sends one part after another and each reader reads one
+  range at a time, where the peers have eight under way.
 
 ## Again
 
