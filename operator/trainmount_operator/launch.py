@@ -43,7 +43,17 @@ resolves() {{
   fi
 }}
 
-until resolves; do
+# The cluster's name servers learn of node 0 one after the other, and each question may reach
+# another one: a name counts as known after several answers. Node 0 knows its own.
+wanted=5 known=0
+[[ ${{NODE_RANK:-}} == 0 ]] && wanted=1
+until (( known >= wanted )); do
+  if resolves; then
+    (( known += 1 ))
+    sleep 0.1
+    continue
+  fi
+  known=0
   if (( SECONDS >= ${{TRAINMOUNT_RENDEZVOUS_SECONDS:-300}} )); then
     message="{MESSAGE_PREFIX} the name $MASTER_ADDR of node 0 did not resolve within $SECONDS s"
     printf '%s\\n' "$message" >&2

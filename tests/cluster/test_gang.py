@@ -13,13 +13,15 @@ Document = dict[str, Any]
 
 GATE = "trainmount.dev/test"
 PATIENT = "trap 'echo saved; exit 1' TERM; echo started; sleep 100000 & wait"
-# Node 0 answers one question and both end.
+# Node 0 answers once and both end. Node 1 is started only when every name server knows node 0.
 MEETING = """\
 if [ "$NODE_RANK" = 0 ]; then
   python3 -c 'import os, socket
 with socket.create_server(("", int(os.environ["MASTER_PORT"]))) as server: server.accept()'
 else
-  exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT"
+  python3 -c 'import os, socket
+for _ in range(20): socket.getaddrinfo(os.environ["MASTER_ADDR"], None)'
+  until (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null; do sleep 0.2; done
 fi
 """
 
@@ -66,7 +68,7 @@ class Gang:
         def is_there() -> bool:
             return self.state() == state and self.status()["attempt"] == attempt
 
-        wait_for(lambda: f"{state}, it is {self.status()}", is_there, timeout_seconds=180)
+        wait_for(lambda: f"{state}, it is {self.status()}", is_there, timeout_seconds=120)
 
     def pods(self, attempt: int) -> dict[int, Document]:
         """By node."""

@@ -331,6 +331,21 @@ def test_a_process_left_behind_does_not_keep_the_node(tmp_path: Path) -> None:
     assert process.communicate(timeout=30) == ("", "OSError: gone\n")
 
 
+def test_one_answer_of_one_name_server_is_not_enough(tmp_path: Path) -> None:
+    # Every second question reaches a server that does not know the name yet, four times.
+    asked = tmp_path / "asked"
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "getent").write_text(
+        f"#!/bin/bash\necho x >> {asked}\nn=$(wc -l < {asked})\n(( n % 2 || n > 8 ))\n"
+    )
+    (tools / "getent").chmod(0o755)
+    process = start(tmp_path, "echo started", PATH=f"{tools}:/usr/bin:/bin", NODE_RANK="1")
+    output, _ = process.communicate(timeout=60)
+    assert output == "started\n"
+    assert len(asked.read_text().splitlines()) == 13
+
+
 def test_a_name_that_never_resolves_ends_the_attempt_with_a_reason(tmp_path: Path) -> None:
     process = start(
         tmp_path, "echo no", MASTER_ADDR="nowhere.invalid", TRAINMOUNT_RENDEZVOUS_SECONDS="0"
