@@ -62,6 +62,9 @@ imports left out, and checks what it reads. What moves one file has spoken to it
 
 ## Where the time goes when a ratio is low
 
+A first reading, from sampled stacks and from the code, on a machine that was busy (its load stands
+above each table): wide ranges mean that, and no ratio here should be quoted without them.
+
 - *Many small files on the mount*: every `open` asks the store for the file's version, so that it
   sees what another node has closed. The requests of one mount share one Python process, and the
   store of this table shares the cores with it; the page cache does not help, the request remains.
