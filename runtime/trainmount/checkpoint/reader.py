@@ -10,6 +10,7 @@ verified).
 from __future__ import annotations
 
 import dataclasses
+import enum
 import io
 import math
 import os
@@ -198,11 +199,25 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.distributed.checkpoint.metadata" or (module, name) in _MAY_BE_UNPICKLED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            # How Python before 3.11.4 writes a member of an enumeration.
+            return _enum_member
         if module == "torch" and isinstance(
             getattr(torch, name, None), (torch.dtype, torch.layout)
         ):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into checkpoint metadata")
+
+
+def _enum_member(kind: object, name: str) -> enum.Enum:
+    """`kind.name`, for a member of an enumeration and for nothing else."""
+    if not isinstance(kind, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"{name} of {kind!r} does not belong into checkpoint metadata")
+    try:
+        member: enum.Enum = kind[name]
+    except KeyError:
+        raise pickle.UnpicklingError(f"{kind.__name__} has no member {name!r}") from None
+    return member
 
 
 def _unpickle(data: bytes, where: str) -> Metadata:
