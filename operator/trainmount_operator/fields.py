@@ -62,9 +62,12 @@ class Fields:
         return Fields(self.raw(name), self.at(name)) if self.has(name) else None
 
     def required(self, name: str) -> None:
-        """Refuse the document if the field is absent."""
-        if not self.has(name):
-            raise SpecError(self.at(name), "is required")
+        """Refuse the document if the field is absent, naming what may be it, misspelt."""
+        if self.has(name):
+            return
+        near = difflib.get_close_matches(name, [key for key in self._value if key != name], n=1)
+        hint = f"; did you mean it by {near[0]!r}?" if near else ""
+        raise SpecError(self.at(name), f"is required{hint}")
 
     def string(
         self,

@@ -95,6 +95,10 @@ def test_a_volume_defaults_to_its_own_path_as_the_source() -> None:
             ),
         ),
         ({"compute": None}, "spec.compute: is required"),
+        (
+            {"compute": {"numAccelerator": 4, "acceleratorsPerNode": 2}},
+            "spec.compute.numAccelerators: is required; did you mean it by 'numAccelerator'?",
+        ),
         ({"command": "  \n"}, "spec.command: must not be empty"),
         (
             {"command": "x\n" * 1000},
