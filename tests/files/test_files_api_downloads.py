@@ -299,8 +299,8 @@ def test_urls_that_live_two_seconds_are_renewed_once_each_time(
         renewed = server.statistics()["requests"]["create_download_url"]
     volume.close()
     assert renewed == 3
-    # Two URLs were used up. Their time is told in whole seconds, and they are renewed a little early,
-    # so each lived for more than half a second of its two.
+    # Two URLs were used up. Their time is told in whole seconds, and they are renewed a little
+    # early, so each lived for more than half a second of its two.
     assert monotonic() - began > 1
 
 
