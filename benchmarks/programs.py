@@ -141,7 +141,7 @@ def read_urllib3(path: str, size_bytes: int) -> Timing:
     """The same ranges with nothing but urllib3: no retry, no check of what came. The limit."""
     import urllib3
 
-    from trainmount_files.signed_urls import expire_time
+    from trainmount_files.files_api.signed_urls import expire_time
 
     with measured() as timing:
         pool = urllib3.PoolManager(maxsize=NUM_READERS)

@@ -38,7 +38,7 @@ def open_volume(url: str, *, host: str | None = None, token: str | None = None) 
         root = _catalog_root(remote)
         # Imported late: the Files API drags in an HTTP client that a plain directory does not need.
         from trainmount_files.files_api import FilesApiVolume
-        from trainmount_files.sdk import Credentials
+        from trainmount_files.files_api.sdk import Credentials
 
         return FilesApiVolume(root, Credentials(host=host, token=token))
     raise InvalidRequest("open", _without_query(url), _EXPECTED)

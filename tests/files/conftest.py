@@ -14,9 +14,9 @@ import pytest
 from trainmount_files import Volume
 from trainmount_files.directory import DirectoryVolume
 from trainmount_files.files_api import FilesApiVolume
-from trainmount_files.options import FilesApiOptions
+from trainmount_files.files_api.options import FilesApiOptions
+from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.retry import RetryPolicy
-from trainmount_files.sdk import Credentials
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.settings import ServerSettings
 

@@ -23,7 +23,7 @@ from trainmount_files import (
     VolumeError,
 )
 from trainmount_files.files_api import FilesApiVolume
-from trainmount_files.sdk import Credentials
+from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
 

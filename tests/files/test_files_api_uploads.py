@@ -25,11 +25,11 @@ from trainmount_files import (
     VolumeError,
 )
 from trainmount_files.files_api import FilesApiVolume
-from trainmount_files.options import FilesApiOptions
-from trainmount_files.sdk import Credentials
+from trainmount_files.files_api.options import FilesApiOptions
+from trainmount_files.files_api.sdk import Credentials
+from trainmount_files.files_api.upload import part_size_for
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
-from trainmount_files.upload import part_size_for
 from trainmount_files.volume import MIB
 
 DATA = bytes((number * 7 + number // 256) % 256 for number in range(100_000))

@@ -9,7 +9,7 @@ import pytest
 from tests.files.conftest import OPTIONS, ROOT, TOKEN, Request, Scripted, ScriptedServer
 
 from trainmount_files.files_api import FilesApiVolume
-from trainmount_files.sdk import Credentials
+from trainmount_files.files_api.sdk import Credentials
 
 
 def test_a_proxy_of_the_environment_is_used_and_its_password_is_not_told(

@@ -15,7 +15,7 @@ from tests.files.conftest import OPTIONS, ROOT, TOKEN
 
 from trainmount_files import ByteRange, Unauthenticated, Volume, open_volume
 from trainmount_files.files_api import FilesApiVolume
-from trainmount_files.sdk import Credentials
+from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.server.embedded import LocalServer
 
 # Run in the children; a module of a test cannot be imported by name in a spawned one.

@@ -16,9 +16,9 @@ from tests.files.conftest import OPTIONS, ROOT, TOKEN, MakeVolume, Request, Scri
 
 from trainmount_files import ByteRange, VolumeError
 from trainmount_files.files_api import FilesApiVolume
+from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.redaction import one_line
 from trainmount_files.retry import RetryPolicy
-from trainmount_files.sdk import Credentials
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
 

@@ -10,9 +10,9 @@ import sys
 from typing import Any
 
 from trainmount_files.files_api import FilesApiVolume
-from trainmount_files.options import FilesApiOptions
+from trainmount_files.files_api.options import FilesApiOptions
+from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.retry import RetryPolicy
-from trainmount_files.sdk import Credentials
 from trainmount_fuse.filesystem import Filesystem
 from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.session.daemon import run_daemon, settings_of

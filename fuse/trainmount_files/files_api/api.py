@@ -1,7 +1,7 @@
 """Calls of the Files API on the workspace's host: authenticated, small answers, repeated as the
 policy says.
 
-Called by `files_api.py` (metadata), `signed_urls.py` and `upload.py`. File bodies that are read do
+Called by `volume.py` (metadata), `signed_urls.py` and `upload.py`. File bodies that are read do
 not pass here.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import quote, urlencode
 
-from trainmount_files.answers import error_of
 from trainmount_files.errors import InvalidRequest, Unavailable, VolumeError
+from trainmount_files.files_api.answers import error_of
+from trainmount_files.files_api.sdk import Credentials
+from trainmount_files.files_api.transport import FileSlice, Reply, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Attempts, Cancellation, Clock, RetryPolicy
-from trainmount_files.sdk import Credentials
-from trainmount_files.transfer import FileSlice, Reply, Transport, TransportError
 from trainmount_files.volume import Buffer
 
 __all__ = ["BodySource", "Call", "FilesApi", "Outcome", "encode_path"]

@@ -1,4 +1,4 @@
-"""System calls behind `directory.py`: walking without following links, staging files, publishing,
+"""System calls behind `volume.py`: walking without following links, staging files, publishing,
 errno to error.
 """
 

@@ -1,4 +1,4 @@
-"""From a file or a buffer to a file of the volume. Called by `files_api.py`.
+"""From a file or a buffer to a file of the volume. Called by `volume.py`.
 
     put       one PUT
     upload    one PUT below the threshold, parts above it; one PUT as well where the store refuses
@@ -16,7 +16,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from time import monotonic
 from typing import BinaryIO, Final
 
-from trainmount_files.api import BodySource, Call, FilesApi, encode_path
 from trainmount_files.errors import (
     AlreadyExists,
     Cancelled,
@@ -28,10 +27,11 @@ from trainmount_files.errors import (
     Unsupported,
     VolumeError,
 )
-from trainmount_files.multipart import MultipartUpload
-from trainmount_files.options import MAX_PART_BYTES, MAX_PUT_BYTES, FilesApiOptions
+from trainmount_files.files_api.api import BodySource, Call, FilesApi, encode_path
+from trainmount_files.files_api.multipart import MultipartUpload
+from trainmount_files.files_api.options import MAX_PART_BYTES, MAX_PUT_BYTES, FilesApiOptions
+from trainmount_files.files_api.transport import FileSlice, Transport
 from trainmount_files.retry import Cancellation
-from trainmount_files.transfer import FileSlice, Transport
 from trainmount_files.volume import MIB, Buffer, FileStat
 
 __all__ = ["SourceTooShort", "Uploads", "part_size_for"]

@@ -18,9 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
-from trainmount_files.answers import file_stat, json_object, last_modified
-from trainmount_files.api import Call, FilesApi, encode_path
-from trainmount_files.download import Downloads
 from trainmount_files.errors import (
     AlreadyExists,
     InvalidRequest,
@@ -31,13 +28,16 @@ from trainmount_files.errors import (
     Unavailable,
     VolumeError,
 )
-from trainmount_files.options import MAX_PUT_BYTES, FilesApiOptions
+from trainmount_files.files_api.answers import file_stat, json_object, last_modified
+from trainmount_files.files_api.api import Call, FilesApi, encode_path
+from trainmount_files.files_api.download import Downloads
+from trainmount_files.files_api.options import MAX_PUT_BYTES, FilesApiOptions
+from trainmount_files.files_api.sdk import Credentials
+from trainmount_files.files_api.signed_urls import SignedUrls
+from trainmount_files.files_api.transport import Transport
+from trainmount_files.files_api.upload import SourceTooShort, Uploads
 from trainmount_files.paths import join, split
 from trainmount_files.per_process import PerProcess
-from trainmount_files.sdk import Credentials
-from trainmount_files.signed_urls import SignedUrls
-from trainmount_files.transfer import Transport
-from trainmount_files.upload import SourceTooShort, Uploads
 from trainmount_files.volume import MIB, Buffer, ByteRange, Capabilities, FileStat, Page, Upload
 
 __all__ = ["FilesApiVolume"]

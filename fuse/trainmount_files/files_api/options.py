@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from trainmount_files.files_api.transport import TransportOptions
 from trainmount_files.retry import RetryPolicy
-from trainmount_files.transfer import TransportOptions
 from trainmount_files.volume import MIB
 
 __all__ = ["MAX_PARTS", "MAX_PART_BYTES", "MAX_PUT_BYTES", "FilesApiOptions"]

@@ -14,9 +14,9 @@ from datetime import UTC, datetime, timedelta
 from time import monotonic, time
 from typing import Any, Final
 
-from trainmount_files.answers import json_object
-from trainmount_files.api import Call, FilesApi
 from trainmount_files.errors import Unavailable, VolumeError
+from trainmount_files.files_api.answers import json_object
+from trainmount_files.files_api.api import Call, FilesApi
 from trainmount_files.retry import Cancellation
 
 __all__ = ["SignedUrl", "SignedUrls", "expire_time", "parse_signed_url"]

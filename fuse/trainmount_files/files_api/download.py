@@ -1,4 +1,4 @@
-"""Exactly one range of one file, whatever happens on the way. Called by `files_api.py`.
+"""Exactly one range of one file, whatever happens on the way. Called by `volume.py`.
 
 There are two ways to the bytes: a signed URL of the object store, and the Files API itself. A try
 on one of them has one of five ends (`_Next`); only this module decides what follows.
@@ -20,23 +20,23 @@ from enum import Enum, auto
 from time import monotonic
 from typing import Final
 
-from trainmount_files.answers import (
-    Version,
-    error_of,
-    is_expired_url,
-    last_modified,
-    range_problem,
-)
-from trainmount_files.api import FilesApi, encode_path
 from trainmount_files.errors import (
     InexactRange,
     PreconditionFailed,
     Unavailable,
     VolumeError,
 )
+from trainmount_files.files_api.answers import (
+    Version,
+    error_of,
+    is_expired_url,
+    last_modified,
+    range_problem,
+)
+from trainmount_files.files_api.api import FilesApi, encode_path
+from trainmount_files.files_api.signed_urls import SignedUrl, SignedUrls
+from trainmount_files.files_api.transport import Answer, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
-from trainmount_files.signed_urls import SignedUrl, SignedUrls
-from trainmount_files.transfer import Answer, Transport, TransportError
 from trainmount_files.volume import ByteRange
 
 __all__ = ["Downloads"]

@@ -14,8 +14,6 @@ from email.utils import parsedate_to_datetime
 from time import time
 from typing import Final
 
-from trainmount_files.answers import error_of, is_expired_url, json_object
-from trainmount_files.api import BodySource, Call, FilesApi, encode_path
 from trainmount_files.errors import (
     AlreadyExists,
     InvalidRequest,
@@ -25,10 +23,12 @@ from trainmount_files.errors import (
     Unsupported,
     VolumeError,
 )
-from trainmount_files.options import MAX_PART_BYTES
+from trainmount_files.files_api.answers import error_of, is_expired_url, json_object
+from trainmount_files.files_api.api import BodySource, Call, FilesApi, encode_path
+from trainmount_files.files_api.options import MAX_PART_BYTES
+from trainmount_files.files_api.signed_urls import SignedUrl, expire_time, parse_signed_url
+from trainmount_files.files_api.transport import Reply, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
-from trainmount_files.signed_urls import SignedUrl, expire_time, parse_signed_url
-from trainmount_files.transfer import Reply, Transport, TransportError
 from trainmount_files.volume import Buffer, FileStat
 
 __all__ = ["MultipartUpload"]

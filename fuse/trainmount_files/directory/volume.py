@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from trainmount_files.directory_io import (
+from trainmount_files.directory.io import (
     COPY_BYTES,
     StagedParts,
     copy_from,
