@@ -10,6 +10,7 @@ from typing import Final
 from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from trainmount_files.server.body_faults import faulty_chunks, send_faulty
 from trainmount_files.server.call import Api, Call
 from trainmount_files.server.errors import ApiError
 from trainmount_files.server.ranges import parse_range, require_unmodified
@@ -39,7 +40,10 @@ async def receive(api: Api, call: Call, temporary: Temporary) -> None:
     buffer = bytearray()
     received = 0
     try:
-        async for chunk in call.request.content.iter_any():
+        chunks = (
+            faulty_chunks(call) if call.fault.touches_bodies else call.request.content.iter_any()
+        )
+        async for chunk in chunks:
             received += len(chunk)
             if received > limit:
                 raise _too_large(limit)
@@ -77,7 +81,7 @@ async def send_file(api: Api, call: Call, fd: int, info: FileInfo, path: str) ->
         if wanted is not None:
             headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{info.size_bytes}"
         status = 200 if wanted is None else 206
-        if len(span) <= _SMALL_BYTES and call.fault.cut_after_bytes is None:
+        if len(span) <= _SMALL_BYTES and not call.fault.touches_bodies:
             body = await api.run(os.pread, fd, len(span), span.start)
             if len(body) == len(span):
                 return web.Response(status=status, headers=headers, body=body)
@@ -92,18 +96,19 @@ async def _stream(
     response = web.StreamResponse(status=status, headers=headers)
     response.content_length = len(span)
     await response.prepare(call.request)
+    if call.fault.touches_bodies:
+        await send_faulty(call, response, fd, span)
+        return response
     transport = call.request.transport
     if transport is None:
         raise ConnectionResetError("the client went away")
-    cut = call.fault.cut_after_bytes
-    length = len(span) if cut is None else min(cut, len(span))
-    if length:
+    sent = 0
+    if len(span):
         with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
-            sent = await asyncio.get_running_loop().sendfile(transport, file, span.start, length)
-    else:
-        sent = 0
+            loop = asyncio.get_running_loop()
+            sent = await loop.sendfile(transport, file, span.start, len(span))
     if sent != len(span):
-        # Cut on purpose, or the file shrank below us: only a closed connection tells the client so.
+        # The file shrank below us: only a closed connection tells the client so.
         transport.close()
         raise ConnectionResetError("the body was cut")
     await response.write_eof()

@@ -18,7 +18,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from trainmount_files.server.call import Api
-from trainmount_files.server.faults import Fault, Faults
+from trainmount_files.server.faults import Fault, FaultPlan, Faults
 from trainmount_files.server.multipart import UploadStore
 from trainmount_files.server.presigned import Signer
 from trainmount_files.server.service import Service
@@ -166,9 +166,11 @@ class LocalServer:
                 self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
-    def inject(self, *faults: Fault) -> None:
-        """Put these faults in force instead of the ones before; none clears them."""
-        self._require().service.faults.replace(faults)
+    def inject(self, *faults: Fault, seed: int | None = None) -> None:
+        """Put these faults in force instead of the ones before; none clears them. `seed` is of
+        their probabilities.
+        """
+        self._require().service.faults.replace(FaultPlan(rules=faults, seed=seed))
 
     def statistics(self) -> dict[str, Any]:
         """See `Service.statistics`."""

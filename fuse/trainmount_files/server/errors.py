@@ -19,6 +19,7 @@ __all__ = [
     "StorageError",
     "already_exists",
     "directory_not_found",
+    "expired_url",
     "file_not_found",
     "invalid",
 ]
@@ -66,11 +67,29 @@ class ApiError(ServerError):
 class StorageError(ServerError):
     """Refusal of a presigned request, in the words of an object store."""
 
+    def __init__(self, status: int, code: str, message: str, *, detail: str | None = None) -> None:
+        super().__init__(status, code, message)
+        self.detail = detail
+
     def to_xml(self) -> str:
-        return (
-            '<?xml version="1.0" encoding="UTF-8"?>\n'
-            f"<Error><Code>{escape(self.code)}</Code><Message>{escape(self.message)}</Message></Error>"
-        )
+        elements = {"Code": self.code, "Message": self.message}
+        if self.detail is not None:
+            elements["AuthenticationErrorDetail"] = self.detail
+        inner = "".join(f"<{name}>{escape(text)}</{name}>" for name, text in elements.items())
+        return f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{inner}</Error>'
+
+
+def expired_url(code: str = "AccessDenied") -> StorageError:
+    """A signed URL whose time is over, as S3, Azure (`AuthenticationFailed`) or temporary
+    credentials (`ExpiredToken`) say it.
+    """
+    if code == "AuthenticationFailed":
+        message = "Server failed to authenticate the request. Check the value of the signature."
+        detail = "Signature not valid in the specified time frame: it has expired."
+        return StorageError(403, code, message, detail=detail)
+    if code == "ExpiredToken":
+        return StorageError(400, code, "The provided token has expired.")
+    return StorageError(403, code, "Request has expired")
 
 
 def invalid(message: str, *, reason: str | None = None) -> ApiError:

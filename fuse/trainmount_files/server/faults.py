@@ -6,6 +6,10 @@ used up. The file is read again when it changes, so faults can come and go while
 
     [{"route": "presigned_get", "path": "*/shard-*", "count": 2, "cut_after_bytes": 1000000},
      {"route": "put_file", "probability": 0.1, "status": 503, "retry_after": "1"}]
+
+With a seed for the probabilities, the same requests in the same order meet the same faults:
+
+    {"seed": 7, "faults": [{"route": "*", "probability": 0.1, "status": 503}]}
 """
 
 from __future__ import annotations
@@ -14,12 +18,11 @@ import fnmatch
 import json
 import random
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["NO_FAULT", "ROUTES", "Fault", "FaultError", "Faults", "parse_faults"]
+__all__ = ["NO_FAULT", "ROUTES", "Fault", "FaultError", "FaultPlan", "Faults", "parse_faults"]
 
 ROUTES: Final = frozenset(
     {
@@ -27,6 +30,7 @@ ROUTES: Final = frozenset(
         "complete_upload",
         "create_abort_upload_url",
         "create_download_url",
+        "create_resumable_upload_url",
         "create_upload_part_urls",
         "delete_file",
         "get_file",
@@ -34,16 +38,22 @@ ROUTES: Final = frozenset(
         "head_file",
         "initiate_upload",
         "list_directory",
+        "list_endpoints",
         "make_directory",
         "presigned_abort",
         "presigned_get",
         "presigned_put",
+        "presigned_resumable",
         "put_file",
         "put_part",
         "remove_directory",
         "unity_catalog",
     }
 )
+
+
+EXPIRED_CODES: Final = ("AccessDenied", "AuthenticationFailed", "ExpiredToken")
+"""How object stores name a signed URL whose time is over."""
 
 
 class FaultError(ValueError):
@@ -87,7 +97,12 @@ class Fault:
     """
 
     cut_after_bytes: int | None = None
-    """Announce the whole body, send this much of it and close the connection."""
+    """Close the connection after this much of the body: of the answer, which announced all of it,
+    or of the upload, which is then not stored.
+    """
+
+    bandwidth_bytes_per_second: float | None = None
+    """Let bodies, in and out, through no faster than this."""
 
     ignore_range: bool = False
     """Answer 200 with the whole file to a request for a range."""
@@ -95,8 +110,30 @@ class Fault:
     expired_url: bool = False
     """Answer a presigned request as if its time were over."""
 
+    expired_code: str = "AccessDenied"
+    """How `expired_url` says so: `AccessDenied` (S3), `AuthenticationFailed` (Azure) or
+    `ExpiredToken` (temporary credentials).
+    """
+
     no_last_modified: bool = False
     """Leave the header out."""
+
+    vanish_parents: bool = False
+    """After a delete, remove the directories above that have become empty, up to the volume."""
+
+    @property
+    def touches_bodies(self) -> bool:
+        """Whether bodies must go the slow way."""
+        return self.cut_after_bytes is not None or self.bandwidth_bytes_per_second is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultPlan:
+    """Rules and the seed of their probabilities."""
+
+    rules: tuple[Fault, ...] = ()
+    seed: int | None = None
+    """None is another one each time."""
 
 
 NO_FAULT: Final = Fault()
@@ -110,16 +147,18 @@ class Faults:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._lock = threading.Lock()
-        # Both guarded by `_lock`.
+        # All guarded by `_lock`.
         self._rules: list[tuple[Fault, list[int]]] = []
+        self._random = random.Random()
         self._stamp: tuple[int, int] | None = None
         if path is not None:
             self._reload()
 
-    def replace(self, rules: Sequence[Fault]) -> None:
-        """Put other rules in force; their counts begin anew."""
+    def replace(self, plan: FaultPlan) -> None:
+        """Put other rules in force; their counts and the seed begin anew."""
         with self._lock:
-            self._rules = [(rule, [0]) for rule in rules]
+            self._rules = [(rule, [0]) for rule in plan.rules]
+            self._random = random.Random(plan.seed)
 
     def take(self, route: str, path: str) -> Fault:
         """The fault of this request; NO_FAULT mostly."""
@@ -129,7 +168,7 @@ class Faults:
             for rule, seen in self._rules:
                 if rule.route not in ("*", route) or not fnmatch.fnmatchcase(path, rule.path):
                     continue
-                if random.random() >= rule.probability:
+                if rule.probability < 1 and self._random.random() >= rule.probability:
                     continue
                 seen[0] += 1
                 hits = seen[0] - rule.skip
@@ -147,18 +186,32 @@ class Faults:
         if stamp == self._stamp:
             return
         try:
-            rules = parse_faults(json.loads(self._path.read_text(encoding="utf-8")))
-        except json.JSONDecodeError as error:
+            plan = parse_faults(json.loads(self._path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise FaultError(f"faults file {self._path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            if isinstance(error, FaultError):
+                raise FaultError(f"faults file {self._path}: {error}") from None
             raise FaultError(f"faults file {self._path} is not JSON: {error}") from None
         self._stamp = stamp
-        self.replace(rules)
+        self.replace(plan)
 
 
-def parse_faults(document: Any) -> list[Fault]:
-    """Read a list of rules. Raises FaultError."""
+def parse_faults(document: Any) -> FaultPlan:
+    """Read a list of rules, or an object with `faults` and `seed`. Raises FaultError."""
+    seed = None
+    if isinstance(document, dict):
+        for name in document:
+            if name not in ("faults", "seed"):
+                raise FaultError(f"{name} is not a field; there are faults, seed")
+        seed = document.get("seed")
+        if seed is not None and type(seed) is not int:
+            raise FaultError(f"seed must be a whole number, got {seed!r}")
+        document = document.get("faults")
     if not isinstance(document, list):
         raise FaultError("faults must be a JSON list of rules")
-    return [_parse_rule(index, rule) for index, rule in enumerate(document)]
+    rules = tuple(_parse_rule(index, rule) for index, rule in enumerate(document))
+    return FaultPlan(rules=rules, seed=seed)
 
 
 def _parse_rule(index: int, rule: Any) -> Fault:
@@ -176,16 +229,36 @@ def _parse_rule(index: int, rule: Any) -> Fault:
         )
         if not is_right:
             raise FaultError(f"faults[{index}].{name} has the wrong type: {value!r}")
-    route = rule.get("route", "*")
-    if route != "*" and route not in ROUTES:
-        known = ", ".join(sorted(ROUTES))
-        raise FaultError(f"faults[{index}].route must be one of {known}; got {route}")
+        if problem := _problem(name, value):
+            raise FaultError(f"faults[{index}].{name} must be {problem}; got {value}")
     return Fault(**rule)
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """What a value of the right type must be and is not."""
+    if name == "route":
+        allowed, wanted = value == "*" or value in ROUTES, "one of " + ", ".join(sorted(ROUTES))
+    elif name == "expired_code":
+        allowed, wanted = value in EXPIRED_CODES, "one of " + ", ".join(EXPIRED_CODES)
+    elif name == "probability":
+        allowed, wanted = 0 <= value <= 1, "between 0 and 1"
+    elif name == "status":
+        allowed, wanted = value is None or 200 <= value <= 599, "between 200 and 599"
+    elif name == "retry_after":
+        allowed, wanted = value.isprintable(), "one line of text"
+    elif name == "bandwidth_bytes_per_second":
+        allowed, wanted = value is None or value > 0, "greater than 0"
+    elif isinstance(value, int | float):
+        allowed, wanted = value >= 0, "at least 0"
+    else:
+        return None
+    return None if allowed else wanted
 
 
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "str": (str,),
     "float": (int, float),
+    "float | None": (int, float, type(None)),
     "int": (int,),
     "int | None": (int, type(None)),
     "bool": (bool,),

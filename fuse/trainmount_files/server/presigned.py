@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from trainmount_files.server.errors import StorageError, invalid
+from trainmount_files.server.errors import StorageError, expired_url, invalid
 
 __all__ = ["PREFIX", "Claims", "Signer", "parse_expire_time"]
 
@@ -72,7 +72,7 @@ class Signer:
             )
         action, target, part_number, expires_at = _decode(payload)
         if time.time() > expires_at:
-            raise StorageError(403, "AccessDenied", "Request has expired")
+            raise expired_url()
         return Claims(action, target, part_number)
 
 

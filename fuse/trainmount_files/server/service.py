@@ -19,7 +19,7 @@ from aiohttp import web
 
 from trainmount_files.server import directory_routes, file_routes, unity_catalog, upload_routes
 from trainmount_files.server.call import Api, Call, read_json
-from trainmount_files.server.errors import ApiError, ServerError, StorageError
+from trainmount_files.server.errors import ApiError, ServerError, StorageError, expired_url
 from trainmount_files.server.faults import NO_FAULT, Fault, FaultError, Faults, parse_faults
 from trainmount_files.server.paths import VolumePath, decode_target, parse_volume_path
 from trainmount_files.server.presigned import PREFIX
@@ -193,7 +193,7 @@ class Service:
         if fault.latency_ms:
             await asyncio.sleep(fault.latency_ms / 1000)
         if fault.expired_url:
-            raise StorageError(403, "AccessDenied", "Request has expired")
+            raise expired_url(fault.expired_code)
         if fault.status is not None and not fault.lose_reply:
             return _injected(request, fault)
         await _continue(request)
@@ -211,7 +211,7 @@ class Service:
             return web.json_response(await self._api.run(self.statistics))
         if (request.method, target) == ("PUT", "/admin/faults"):
             try:
-                self.faults.replace(parse_faults((await read_json(request)).get("faults")))
+                self.faults.replace(parse_faults(await read_json(request)))
             except FaultError as error:
                 raise ApiError(400, "INVALID_PARAMETER_VALUE", str(error)) from None
             return web.json_response({})
