@@ -23,6 +23,7 @@ __all__ = [
     "Upload",
     "Volume",
     "list_directory",
+    "list_pages",
 ]
 
 MIB: Final = 1 << 20
@@ -87,6 +88,11 @@ class Page:
 
     entries: tuple[FileStat, ...]
     next_page_token: str | None
+
+    refused: tuple[str, ...] = ()
+    """What the store lists and no path can name, `..` or a name with a NUL, as it came. Whoever
+    copies a tree must say that these are left out.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +241,17 @@ def list_directory(volume: Volume, path: str) -> Iterator[FileStat]:
     Raises:
         Unavailable: the store hands out a page token a second time, which would never end.
     """
+    for page in list_pages(volume, path):
+        yield from page.entries
+
+
+def list_pages(volume: Volume, path: str) -> Iterator[Page]:
+    """As `list_directory`, the pages as they come."""
     seen: set[str] = set()
     token: str | None = None
     while True:
         page = volume.list_page(path, token)
-        yield from page.entries
+        yield page
         token = page.next_page_token or None
         if token is None:
             return

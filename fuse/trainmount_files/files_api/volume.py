@@ -120,8 +120,15 @@ class FilesApiVolume:
         token = answer.get("next_page_token") or None
         if not isinstance(contents, list) or not isinstance(token, str | None):
             raise Unavailable("list", path, "the answer is no listing")
-        entries = (_to_entry(path, value) for value in contents)
-        return Page(tuple(entry for entry in entries if entry is not None), token)
+        entries: list[FileStat] = []
+        refused: list[str] = []
+        for value in contents:
+            entry = _to_entry(path, value)
+            if entry is not None:
+                entries.append(entry)
+            else:
+                refused.append(str(value.get("name") if isinstance(value, dict) else value))
+        return Page(tuple(entries), token, tuple(refused))
 
     def read_into(
         self,
