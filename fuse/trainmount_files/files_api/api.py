@@ -1,8 +1,8 @@
 """Calls of the Files API on the workspace's host: authenticated, small answers, repeated as the
 policy says.
 
-Called by `volume.py` (metadata), `signed_urls.py` and `upload.py`. File bodies that are read do
-not pass here.
+Called by `volume.py` (metadata), `signed_urls.py` and `upload.py`; by `catalog/` for the calls of
+Unity Catalog, which have another base. File bodies that are read do not pass here.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Call:
     """For messages: relative to the volume."""
     method: str
     target: str
-    """Below `/api/2.0/fs`, encoded, without a query."""
+    """Below `base`, encoded, without a query."""
     query: Mapping[str, str | int] | None = None
     headers: Mapping[str, str] | None = None
+    base: str = _BASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,12 @@ class FilesApi:
             policy = replace(policy, deadline_seconds=within_seconds)
         return Attempts(policy, cancel=cancel, clock=self._clock)
 
-    def url(self, target: str, query: Mapping[str, str | int] | None = None) -> str:
+    def url(
+        self, target: str, query: Mapping[str, str | int] | None = None, *, base: str = _BASE
+    ) -> str:
         """The whole URL; holds no secret unless the query does."""
         suffix = f"?{urlencode(query, quote_via=quote, safe='')}" if query else ""
-        return f"{self.credentials.host}{_BASE}{target}{suffix}"
+        return f"{self.credentials.host}{base}{target}{suffix}"
 
     def call(
         self,
@@ -121,7 +124,7 @@ class FilesApi:
         holds it. Raises what a body's file raises, Cancelled and Unauthenticated.
         """
         attempts = self.attempts(cancel, within_seconds)
-        url = self.url(call.target, call.query)
+        url = self.url(call.target, call.query, base=call.base)
         uncertain = False
         renewed = False
         while True:

@@ -97,6 +97,14 @@ class FilesApiVolume:
             max_parts=self._options.max_parts,
         )
 
+    @property
+    def api(self) -> FilesApi:
+        """The workspace's API over this volume's connections, for calls that are about no file.
+
+        Each process has its own, so keep none. Raises ValueError after `close`.
+        """
+        return self._here().api
+
     def stat(self, path: str) -> FileStat:
         split("stat", path)
         if not path:
