@@ -19,13 +19,16 @@ _EXPECTED: Final = (
 )
 
 
-def open_volume(url: str, *, host: str | None = None, token: str | None = None) -> Volume:
+def open_volume(
+    url: str, *, host: str | None = None, token: str | None = None, profile: str | None = None
+) -> Volume:
     """The volume behind `url`: `/Volumes/c/s/v[/sub]`, `dbfs:/Volumes/c/s/v[/sub]` or
     `file:///directory`.
 
-    `host` and `token` are for the Files API; without them the databricks SDK's own configuration
-    decides (`DATABRICKS_HOST`, `DATABRICKS_TOKEN`, profiles, OAuth). No request is sent before the
-    first use.
+    `host`, `token` and `profile` are for the Files API; without them the databricks SDK's own
+    configuration decides (`DATABRICKS_HOST`, `DATABRICKS_TOKEN`, profiles, OAuth). What the
+    environment sets goes before the profile, as in the SDK. No request is sent before the first
+    use.
 
     Raises:
         InvalidRequest: the URL is none of the above.
@@ -40,7 +43,7 @@ def open_volume(url: str, *, host: str | None = None, token: str | None = None) 
         from trainmount_files.files_api import FilesApiVolume
         from trainmount_files.files_api.sdk import Credentials
 
-        return FilesApiVolume(root, Credentials(host=host, token=token))
+        return FilesApiVolume(root, Credentials(host=host, token=token, profile=profile))
     raise InvalidRequest("open", _without_query(url), _EXPECTED)
 
 

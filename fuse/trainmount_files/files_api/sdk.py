@@ -40,10 +40,13 @@ class Credentials:
     otherwise it is left out, and the copy resolves from its own environment.
     """
 
-    def __init__(self, *, host: str | None = None, token: str | None = None) -> None:
+    def __init__(
+        self, *, host: str | None = None, token: str | None = None, profile: str | None = None
+    ) -> None:
         """Resolves nothing yet: the first request does."""
         self._host = host
         self._token = token
+        self._profile = profile
         self._resolved = PerProcess(self._resolve)
 
     def __repr__(self) -> str:
@@ -51,11 +54,13 @@ class Credentials:
 
     def __getstate__(self) -> dict[str, str | None]:
         spawning = get_spawning_popen() is not None
-        return {"host": self._host, "token": self._token if spawning else None}
+        token = self._token if spawning else None
+        return {"host": self._host, "token": token, "profile": self._profile}
 
     def __setstate__(self, state: Mapping[str, str | None]) -> None:
         self._host = state["host"]
         self._token = state["token"]
+        self._profile = state["profile"]
         self._resolved = PerProcess(self._resolve)
 
     @property
@@ -82,12 +87,13 @@ class Credentials:
         explicit = self._token is not None
         auth_type = os.environ.get("DATABRICKS_AUTH_TYPE", "pat")
         undecided = auth_type != "pat" or any(os.environ.get(n) for n in _OTHER_AUTHENTICATION)
+        undecided = undecided or self._profile is not None
         if host and token and (explicit or not undecided):
             # The SDK would come to the same, after two seconds of imports that each loader worker
             # and each restart of
             # the mount's daemon would pay.
             return _Resolved.of_token(_normalized(host), token)
-        return _Resolved.of_sdk(host, self._token)
+        return _Resolved.of_sdk(host, self._token, self._profile)
 
 
 class _Resolved:
@@ -102,8 +108,8 @@ class _Resolved:
         return cls(host, _Token(token))
 
     @classmethod
-    def of_sdk(cls, host: str | None, token: str | None) -> _Resolved:
-        source = _Sdk(host, token)
+    def of_sdk(cls, host: str | None, token: str | None, profile: str | None) -> _Resolved:
+        source = _Sdk(host, token, profile)
         return cls(_normalized(source.host), source)
 
     def headers(self) -> dict[str, str]:
@@ -122,7 +128,7 @@ class _Token:
 
 
 class _Sdk:
-    def __init__(self, host: str | None, token: str | None) -> None:
+    def __init__(self, host: str | None, token: str | None, profile: str | None) -> None:
         failure: VolumeError
         try:
             from databricks.sdk.core import Config
@@ -130,6 +136,7 @@ class _Sdk:
             self._config = Config(
                 host=host,
                 token=token,
+                profile=profile,
                 http_timeout_seconds=_DISCOVERY_SECONDS,
                 retry_timeout_seconds=_DISCOVERY_SECONDS,
             )
