@@ -1,8 +1,8 @@
 """Names to descriptors, one `openat` a name, so that no request leaves the served directory.
 
 A symbolic link is never followed, wherever it stands and whenever it was put there: every step
-opens a directory by the descriptor of its parent with `O_NOFOLLOW`. Blocking; called by `store` in
-worker threads.
+opens a directory by the descriptor of its parent with `O_NOFOLLOW`. Blocking but for `cached`;
+called by `store`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-__all__ = ["open_directory", "open_regular"]
+from trainmount_files.server.cached_open import open_cached
+
+__all__ = ["open_directory", "open_regular", "stat_regular"]
 
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -21,23 +23,29 @@ _FILE_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 @contextlib.contextmanager
 def open_directory(
-    root_fd: int, names: Sequence[str], *, create_from: int | None = None
+    root_fd: int, names: Sequence[str], *, create_from: int | None = None, cached: bool = False
 ) -> Iterator[int]:
     """The descriptor of the directory `names` below `root_fd`, for as long as the block lasts.
 
-    With `create_from`, directories are made from that index of `names` on.
+    With `create_from`, directories are made from that index of `names` on. With `cached`, it does
+    not wait for the disk and raises OSError where it would have to.
 
     Raises:
         FileNotFoundError: a name is not there.
         NotADirectoryError: a name is a file or a symbolic link.
     """
+    open_at = open_cached if cached else os.open
     fd = os.dup(root_fd)
     try:
         for index, name in enumerate(names):
-            if create_from is not None and index >= create_from:
+            try:
+                next_fd = open_at(name, _DIRECTORY_FLAGS, dir_fd=fd)
+            except FileNotFoundError:
+                if create_from is None or index < create_from:
+                    raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, 0o777, dir_fd=fd)
-            next_fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=fd)
+                next_fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=fd)
             os.close(fd)
             fd = next_fd
         yield fd
@@ -45,8 +53,8 @@ def open_directory(
         os.close(fd)
 
 
-def open_regular(directory_fd: int, name: str) -> int:
-    """Open a regular file for reading; the caller closes the descriptor.
+def open_regular(directory_fd: int, name: str, *, cached: bool = False) -> int:
+    """Open a regular file for reading; the caller closes the descriptor. `cached` as above.
 
     Raises:
         FileNotFoundError: nothing there, or a symbolic link, socket, pipe or device.
@@ -54,8 +62,10 @@ def open_regular(directory_fd: int, name: str) -> int:
     """
     try:
         # Non-blocking, or opening a named pipe would wait for its writer for ever.
-        fd = os.open(name, _FILE_FLAGS, dir_fd=directory_fd)
+        fd = (open_cached if cached else os.open)(name, _FILE_FLAGS, dir_fd=directory_fd)
     except OSError as error:
+        if cached:
+            raise
         status = _lstat(directory_fd, name)
         if status is not None and not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError(name) from error
@@ -65,6 +75,25 @@ def open_regular(directory_fd: int, name: str) -> int:
         return fd
     os.close(fd)
     raise IsADirectoryError(name) if stat.S_ISDIR(mode) else FileNotFoundError(name)
+
+
+def stat_regular(directory_fd: int, name: str, *, cached: bool = False) -> os.stat_result:
+    """Of a regular file.
+
+    Raises:
+        FileNotFoundError: nothing there, or anything else.
+    """
+    if cached:
+        fd = open_cached(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+    else:
+        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError(name)
+    return status
 
 
 def _lstat(directory_fd: int, name: str) -> os.stat_result | None:

@@ -22,7 +22,7 @@ from trainmount_files.server.errors import (
     invalid,
 )
 from trainmount_files.server.paths import VolumePath
-from trainmount_files.server.resolution import open_directory, open_regular
+from trainmount_files.server.resolution import open_directory, open_regular, stat_regular
 from trainmount_files.server.settings import parse_volume_name
 from trainmount_files.server.staging import Staging, Temporary
 
@@ -97,18 +97,17 @@ class DirectoryStore:
 
     # Files
 
-    def open_file(self, path: VolumePath) -> tuple[int, FileInfo]:
-        """A descriptor, which the caller closes, and what it is open on."""
-        with self._parent(path, file_not_found(str(path))) as fd:
-            file_fd = open_regular(fd, path.names[-1])
+    def open_file(self, path: VolumePath, *, cached: bool = False) -> tuple[int, FileInfo]:
+        """A descriptor, which the caller closes, and what it is open on. For `cached` see
+        `Api.run_cached`.
+        """
+        with self._parent(path, file_not_found(str(path)), cached=cached) as fd:
+            file_fd = open_regular(fd, path.names[-1], cached=cached)
         return file_fd, _info(os.fstat(file_fd))
 
-    def stat_file(self, path: VolumePath) -> FileInfo:
-        with self._parent(path, file_not_found(str(path))) as fd:
-            status = os.stat(path.names[-1], dir_fd=fd, follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode):
-                raise FileNotFoundError(path.names[-1])
-        return _info(status)
+    def stat_file(self, path: VolumePath, *, cached: bool = False) -> FileInfo:
+        with self._parent(path, file_not_found(str(path)), cached=cached) as fd:
+            return _info(stat_regular(fd, path.names[-1], cached=cached))
 
     def delete_file(self, path: VolumePath) -> None:
         with self._parent(path, file_not_found(str(path))) as fd:
@@ -167,11 +166,13 @@ class DirectoryStore:
 
     # Directories
 
-    def is_directory(self, path: VolumePath) -> bool:
+    def is_directory(self, path: VolumePath, *, cached: bool = False) -> bool:
         try:
-            with open_directory(self._root_fd, path.all_names):
+            with open_directory(self._root_fd, path.all_names, cached=cached):
                 return True
         except (FileNotFoundError, NotADirectoryError):
+            if cached:
+                raise
             return False
         except OSError as error:
             raise _name_error(error, path) from error
@@ -236,12 +237,14 @@ class DirectoryStore:
             raise _name_error(error, path) from error
 
     @contextlib.contextmanager
-    def _parent(self, path: VolumePath, missing: ApiError) -> Iterator[int]:
+    def _parent(
+        self, path: VolumePath, missing: ApiError, *, cached: bool = False
+    ) -> Iterator[int]:
         """The directory that holds `path`; whatever is not there becomes `missing`."""
         if path.is_root:
             raise missing
         try:
-            with open_directory(self._root_fd, path.all_names[:-1]) as fd:
+            with open_directory(self._root_fd, path.all_names[:-1], cached=cached) as fd:
                 yield fd
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise missing from None
