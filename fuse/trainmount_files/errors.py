@@ -15,7 +15,8 @@ VolumeError                    an operation on a volume failed
 ├── TooLarge                   above a limit of the store; says which
 ├── Unsupported                this kind of volume cannot do it
 ├── InexactRange               a body that is not the range that was asked for
-├── Cancelled                  the caller cancelled the transfer
+├── Cancelled                  the caller cancelled the transfer, or closed the volume
+├── LocalError                 a file of this machine cannot be read or written; says the errno
 └── Unavailable                throttled, 5xx, network; retried until the deadline, may succeed
 later
 """
@@ -29,6 +30,7 @@ __all__ = [
     "InexactRange",
     "InvalidRequest",
     "IsADirectory",
+    "LocalError",
     "NotADirectory",
     "NotFound",
     "PermissionDenied",
@@ -106,7 +108,15 @@ class InexactRange(VolumeError):
 
 
 class Cancelled(VolumeError):
-    """The caller cancelled the transfer."""
+    """The caller cancelled the transfer, or closed the volume in its midst."""
+
+
+class LocalError(VolumeError):
+    """A file of this machine cannot be read or written: no space, no permission, no directory."""
+
+    def __init__(self, operation: str, path: str, reason: str, errno: int | None = None) -> None:
+        super().__init__(operation, path, reason)
+        self.errno = errno
 
 
 class Unavailable(VolumeError):

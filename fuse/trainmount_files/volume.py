@@ -8,9 +8,9 @@ thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final, Protocol, runtime_checkable
 
 from trainmount_files.errors import Unavailable
 
@@ -20,6 +20,8 @@ __all__ = [
     "Capabilities",
     "FileStat",
     "Page",
+    "Progress",
+    "ReadsToFile",
     "Upload",
     "Volume",
     "list_directory",
@@ -29,6 +31,12 @@ __all__ = [
 MIB: Final = 1 << 20
 
 Buffer = bytes | bytearray | memoryview
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that have newly arrived or been stored; from any thread.
+
+A piece that has to be moved a second time is not counted again. What it raises ends the transfer.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,7 +82,7 @@ class FileStat:
     """Opaque, compared for equality only; different contents differ as far as the store tells.
 
     From the Files API: size and modification time cut to the second, so that HEAD and listing
-    agree. Empty for a directory.
+    agree. Empty for a directory, and where the caller did not want it.
     """
 
     @property
@@ -112,6 +120,12 @@ class Capabilities:
     """Every part but the last has at least this size."""
 
     max_parts: int = 10_000
+
+    max_part_bytes: int = 4 << 30
+    """No part may be larger."""
+
+    part_bytes: int = 16 * MIB
+    """Size of parts that the store likes best; between the two bounds."""
 
 
 class Upload(Protocol):
@@ -178,8 +192,13 @@ class Volume(Protocol):
         """
         ...
 
-    def put(self, path: str, data: Buffer, *, overwrite: bool = True) -> FileStat:
+    def put(
+        self, path: str, data: Buffer, *, overwrite: bool = True, want_version: bool = True
+    ) -> FileStat:
         """Store a whole small file in one request. Parents are made.
+
+        Without `want_version`, `mtime_ns` and `version` of the answer are 0 and empty where finding
+        them out would cost another request (the Files API).
 
         Raises:
             AlreadyExists: `overwrite=False` and something is at the path.
@@ -194,18 +213,27 @@ class Volume(Protocol):
         size_bytes: int,
         *,
         overwrite: bool = True,
+        progress: Progress | None = None,
         cancel: threading.Event | None = None,
+        want_version: bool = True,
     ) -> FileStat:
         """Store `size_bytes` bytes of a real file, read from its start by position with `os.pread`.
 
         Memory does not grow with the size: parts are slices of the file. Atomic: the path shows the
         old content or none until the whole of the new one is there. A failed upload is aborted.
-        Parents are made.
+        Parents are made. `want_version` as in `put`.
+
+        Raises:
+            AlreadyExists: `overwrite=False` and something is at the path.
+            InvalidRequest: the source has fewer bytes than `size_bytes`.
+            TooLarge: above a limit of the store.
         """
         ...
 
-    def start_upload(self, path: str, *, overwrite: bool = True) -> Upload:
-        """Begin a file from parts."""
+    def start_upload(
+        self, path: str, *, overwrite: bool = True, cancel: threading.Event | None = None
+    ) -> Upload:
+        """Begin a file from parts. `cancel` ends every call of the upload but `abort`."""
         ...
 
     def delete(self, path: str) -> None:
@@ -232,6 +260,30 @@ class Volume(Protocol):
 
     def close(self) -> None:
         """Free connections. Calls after it raise."""
+        ...
+
+
+@runtime_checkable
+class ReadsToFile(Protocol):
+    """What a volume may offer besides: a range of any length to a local file in little memory."""
+
+    def read_to_file(
+        self,
+        path: str,
+        byte_range: ByteRange,
+        descriptor: int,
+        *,
+        version: str | None = None,
+        progress: Progress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """Write exactly that range of the file at `byte_range.start` of an open local file.
+
+        As `Volume.read_into`; where the call raises, what stands in the range is undefined.
+
+        Raises:
+            OSError: the local file cannot be written.
+        """
         ...
 
 

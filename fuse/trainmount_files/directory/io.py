@@ -29,7 +29,7 @@ from trainmount_files.errors import (
     VolumeError,
 )
 from trainmount_files.paths import STAGING_NAME
-from trainmount_files.volume import MIB, Buffer, FileStat
+from trainmount_files.volume import MIB, Buffer, FileStat, Progress
 
 __all__ = [
     "COPY_BYTES",
@@ -166,6 +166,7 @@ def copy_from(
     destination: int,
     *,
     path: str,
+    progress: Progress | None = None,
     cancel: threading.Event | None = None,
 ) -> None:
     """Append the first `size_bytes` bytes of `source`, read by position, to `destination`.
@@ -184,6 +185,8 @@ def copy_from(
             )
         write_all(destination, data)
         offset += len(data)
+        if progress is not None:
+            progress(len(data))
 
 
 def link_or_rename_exclusively(
@@ -232,11 +235,18 @@ class StagedParts:
     part's file, which costs nothing where there is only one.
     """
 
-    def __init__(self, path: str, staging: int, publish: Callable[[str], FileStat]) -> None:
+    def __init__(
+        self,
+        path: str,
+        staging: int,
+        publish: Callable[[str], FileStat],
+        cancel: threading.Event | None = None,
+    ) -> None:
         """Owns the descriptor `staging`; `publish` gives a staged file its name."""
         self._path = path
         self._staging = staging
         self._publish = publish
+        self._cancel = cancel
         # part number -> staging file; guarded by the lock, as is `_open`.
         self._parts: dict[int, str] = {}
         self._open = True
@@ -245,6 +255,7 @@ class StagedParts:
     def put_part(self, part_number: int, data: Buffer) -> None:
         if part_number < 1:
             raise InvalidRequest("upload", self._path, "part numbers begin at 1")
+        self._check_cancelled()
         with self._lock:
             self._check_open()
             # A descriptor of our own: `abort` in another thread may close the shared one.
@@ -269,6 +280,7 @@ class StagedParts:
             os.close(staging)
 
     def complete(self) -> FileStat:
+        self._check_cancelled()
         with self._lock:
             self._check_open()
             try:
@@ -295,7 +307,8 @@ class StagedParts:
             for other in others:
                 source = os.open(other, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._staging)
                 try:
-                    copy_from(source, os.fstat(source).st_size, target, path=self._path)
+                    size = os.fstat(source).st_size
+                    copy_from(source, size, target, path=self._path, cancel=self._cancel)
                 finally:
                     os.close(source)
                 # The disk never holds the file twice.
@@ -312,6 +325,10 @@ class StagedParts:
                 os.unlink(name, dir_fd=self._staging)
         self._parts.clear()
         os.close(self._staging)
+
+    def _check_cancelled(self) -> None:
+        if self._cancel is not None and self._cancel.is_set():
+            raise Cancelled("upload", self._path, "cancelled")
 
     def _check_open(self) -> None:
         if not self._open:

@@ -43,7 +43,15 @@ from trainmount_files.errors import (
 )
 from trainmount_files.paths import STAGING_NAME, join, split
 from trainmount_files.per_process import PerProcess
-from trainmount_files.volume import Buffer, ByteRange, Capabilities, FileStat, Page, Upload
+from trainmount_files.volume import (
+    Buffer,
+    ByteRange,
+    Capabilities,
+    FileStat,
+    Page,
+    Progress,
+    Upload,
+)
 
 __all__ = ["DirectoryVolume"]
 
@@ -144,7 +152,11 @@ class DirectoryVolume:
             finally:
                 os.close(descriptor)
 
-    def put(self, path: str, data: Buffer, *, overwrite: bool = True) -> FileStat:
+    def put(
+        self, path: str, data: Buffer, *, overwrite: bool = True, want_version: bool = True
+    ) -> FileStat:
+        # The version is at hand.
+        del want_version
         return self._write(
             "put", path, lambda descriptor: write_all(descriptor, data), overwrite=overwrite
         )
@@ -156,14 +168,27 @@ class DirectoryVolume:
         size_bytes: int,
         *,
         overwrite: bool = True,
+        progress: Progress | None = None,
         cancel: threading.Event | None = None,
+        want_version: bool = True,
     ) -> FileStat:
+        del want_version
+
         def write(descriptor: int) -> None:
-            copy_from(source.fileno(), size_bytes, descriptor, path=path, cancel=cancel)
+            copy_from(
+                source.fileno(),
+                size_bytes,
+                descriptor,
+                path=path,
+                progress=progress,
+                cancel=cancel,
+            )
 
         return self._write("upload", path, write, overwrite=overwrite)
 
-    def start_upload(self, path: str, *, overwrite: bool = True) -> Upload:
+    def start_upload(
+        self, path: str, *, overwrite: bool = True, cancel: threading.Event | None = None
+    ) -> Upload:
         names = self._file_names("upload", path)
         if not overwrite:
             # Early word; the race is settled by `complete`.
@@ -176,7 +201,7 @@ class DirectoryVolume:
         def publish(staged: str) -> FileStat:
             return self._publish("upload", path, names, staging, staged, overwrite=overwrite)
 
-        return StagedParts(path, staging, publish)
+        return StagedParts(path, staging, publish, cancel)
 
     def delete(self, path: str) -> None:
         names = self._file_names("delete", path)

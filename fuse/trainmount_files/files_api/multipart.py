@@ -25,7 +25,6 @@ from trainmount_files.errors import (
 )
 from trainmount_files.files_api.answers import error_of, is_expired_url, json_object
 from trainmount_files.files_api.api import BodySource, Call, FilesApi, encode_path
-from trainmount_files.files_api.options import MAX_PART_BYTES
 from trainmount_files.files_api.signed_urls import SignedUrl, expire_time, parse_signed_url
 from trainmount_files.files_api.transport import Reply, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
@@ -59,6 +58,7 @@ class MultipartUpload:
         remote_path: str,
         overwrite: bool,
         max_parts: int,
+        max_part_bytes: int,
         url_lifetime_seconds: float,
         stat: Callable[[str], FileStat],
         put_empty: Callable[[], FileStat],
@@ -77,6 +77,7 @@ class MultipartUpload:
         self._remote_path = remote_path
         self._overwrite = overwrite
         self._max_parts = max_parts
+        self._max_part_bytes = max_part_bytes
         self._url_lifetime_seconds = url_lifetime_seconds
         self._stat = stat
         self._put_empty = put_empty
@@ -104,8 +105,8 @@ class MultipartUpload:
         if not 1 <= part_number <= self._max_parts:
             reason = f"part {part_number} is not among the 1 to {self._max_parts} parts of a file"
             raise TooLarge("upload", self._path, reason)
-        if size_bytes > MAX_PART_BYTES:
-            reason = f"a part may have {MAX_PART_BYTES} bytes, this one has {size_bytes}"
+        if size_bytes > self._max_part_bytes:
+            reason = f"a part may have {self._max_part_bytes} bytes, this one has {size_bytes}"
             raise TooLarge("upload", self._path, reason)
         with self._lock:
             self._check_open()

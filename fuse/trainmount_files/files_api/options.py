@@ -39,6 +39,15 @@ class FilesApiOptions:
     """Smallest part that the service takes, but for the last one of a file."""
 
     max_parts: int = MAX_PARTS
+    """Most parts of an upload."""
+
+    max_part_bytes: int = MAX_PART_BYTES
+    """Largest part of an upload."""
+
+    max_put_bytes: int = MAX_PUT_BYTES
+    """Largest file of one request. A larger one goes up in parts, and where the store refuses those
+    it is `TooLarge`.
+    """
 
     parallelism: int = 8
     """Parts sent at once."""
@@ -58,10 +67,18 @@ class FilesApiOptions:
     def __post_init__(self) -> None:
         if self.parallelism < 1:
             raise ValueError(f"parallelism must be at least 1, got {self.parallelism}")
-        if not 1 <= self.min_part_bytes <= self.part_size_bytes <= MAX_PART_BYTES:
+        if not 1 <= self.max_part_bytes <= MAX_PART_BYTES:
+            raise ValueError(
+                f"max_part_bytes must be from 1 to {MAX_PART_BYTES}, got {self.max_part_bytes}"
+            )
+        if not 0 <= self.max_put_bytes <= MAX_PUT_BYTES:
+            raise ValueError(
+                f"max_put_bytes must be from 0 to {MAX_PUT_BYTES}, got {self.max_put_bytes}"
+            )
+        if not 1 <= self.min_part_bytes <= self.part_size_bytes <= self.max_part_bytes:
             raise ValueError(
                 f"part_size_bytes must be from min_part_bytes ({self.min_part_bytes}) "
-                f"to {MAX_PART_BYTES}, got {self.part_size_bytes}"
+                f"to max_part_bytes ({self.max_part_bytes}), got {self.part_size_bytes}"
             )
         if not 1 <= self.max_parts <= MAX_PARTS:
             raise ValueError(f"max_parts must be from 1 to {MAX_PARTS}, got {self.max_parts}")

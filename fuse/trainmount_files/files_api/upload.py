@@ -10,12 +10,11 @@ Whatever fails, the path keeps its old content or none.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from time import monotonic
 from typing import BinaryIO, Final
 
+from trainmount_files.cancellation import LinkedEvent
 from trainmount_files.errors import (
     AlreadyExists,
     Cancelled,
@@ -29,10 +28,10 @@ from trainmount_files.errors import (
 )
 from trainmount_files.files_api.api import BodySource, Call, FilesApi, encode_path
 from trainmount_files.files_api.multipart import MultipartUpload
-from trainmount_files.files_api.options import MAX_PART_BYTES, MAX_PUT_BYTES, FilesApiOptions
+from trainmount_files.files_api.options import FilesApiOptions
 from trainmount_files.files_api.transport import FileSlice, Transport
 from trainmount_files.retry import Cancellation
-from trainmount_files.volume import MIB, Buffer, FileStat
+from trainmount_files.volume import MIB, Buffer, FileStat, Progress
 
 __all__ = ["SourceTooShort", "Uploads", "part_size_for"]
 
@@ -49,12 +48,12 @@ def part_size_for(path: str, size_bytes: int, options: FilesApiOptions) -> int:
         TooLarge: the file is larger than all parts together may be.
     """
     least = -(-size_bytes // options.max_parts)
-    if least > MAX_PART_BYTES:
-        limit = MAX_PART_BYTES * options.max_parts
+    if least > options.max_part_bytes:
+        limit = options.max_part_bytes * options.max_parts
         raise TooLarge("upload", path, f"a file may have {limit} bytes, this one has {size_bytes}")
     if least <= options.part_size_bytes:
         return options.part_size_bytes
-    return min(-(-least // MIB) * MIB, MAX_PART_BYTES)
+    return min(-(-least // MIB) * MIB, options.max_part_bytes)
 
 
 class Uploads:
@@ -74,10 +73,13 @@ class Uploads:
         self._options = options
         self._stat = stat
 
-    def put(self, path: str, data: Buffer, *, overwrite: bool) -> FileStat:
+    def put(
+        self, path: str, data: Buffer, *, overwrite: bool, want_version: bool = True
+    ) -> FileStat:
         """Store a whole buffer, as `Volume.put` says."""
         size_bytes = memoryview(data).nbytes
-        return self._put("put", path, size_bytes, lambda: data, overwrite=overwrite, cancel=None)
+        self._put("put", path, size_bytes, lambda: data, overwrite=overwrite, cancel=None)
+        return self._stored(path, size_bytes, want_version)
 
     def upload(
         self,
@@ -86,7 +88,9 @@ class Uploads:
         size_bytes: int,
         *,
         overwrite: bool,
+        progress: Progress | None,
         cancel: Cancellation | None,
+        want_version: bool,
     ) -> FileStat:
         """Store the first `size_bytes` bytes of a file, as `Volume.upload` says."""
         descriptor = source.fileno()
@@ -104,13 +108,18 @@ class Uploads:
                 cancel=stop,
             )
 
-        if size_bytes >= max(self._options.multipart_threshold_bytes, 1):
-            part_bytes = part_size_for(path, size_bytes, self._options)
-            done = self._in_parts(path, slice_of, size_bytes, part_bytes, overwrite, cancel)
+        options = self._options
+        if size_bytes > options.max_put_bytes or (
+            size_bytes >= max(options.multipart_threshold_bytes, 1)
+        ):
+            done = self._in_parts(path, slice_of, size_bytes, overwrite, progress, cancel)
             if done is not None:
                 return done
         whole = slice_of(0, size_bytes, cancel)
-        return self._put("upload", path, size_bytes, whole, overwrite=overwrite, cancel=cancel)
+        self._put("upload", path, size_bytes, whole, overwrite=overwrite, cancel=cancel)
+        if progress is not None:
+            progress(size_bytes)
+        return self._stored(path, size_bytes, want_version)
 
     def start(
         self, path: str, *, overwrite: bool, cancel: Cancellation | None = None
@@ -123,6 +132,7 @@ class Uploads:
             remote_path=f"{self._root}/{path}",
             overwrite=overwrite,
             max_parts=self._options.max_parts,
+            max_part_bytes=self._options.max_part_bytes,
             url_lifetime_seconds=self._options.url_lifetime_seconds,
             stat=self._stat,
             put_empty=lambda: self.put(path, b"", overwrite=overwrite),
@@ -138,9 +148,10 @@ class Uploads:
         *,
         overwrite: bool,
         cancel: Cancellation | None,
-    ) -> FileStat:
-        if size_bytes > MAX_PUT_BYTES:
-            reason = f"one request may store {MAX_PUT_BYTES} bytes, the file has {size_bytes}"
+    ) -> None:
+        limit = self._options.max_put_bytes
+        if size_bytes > limit:
+            reason = f"one request may store {limit} bytes, the file has {size_bytes}"
             raise TooLarge(operation, path, reason)
         call = Call(
             operation=operation,
@@ -156,20 +167,26 @@ class Uploads:
             reason = "an answer was lost, and something is at the path: this file or another"
             raise Unavailable(operation, path, reason)
         outcome.unwrap()
-        return self._stat(path)
+
+    def _stored(self, path: str, size_bytes: int, want_version: bool) -> FileStat:
+        """The file after a PUT, whose answer tells nothing of it."""
+        if want_version:
+            return self._stat(path)
+        return FileStat(path, is_directory=False, size_bytes=size_bytes)
 
     def _in_parts(
         self,
         path: str,
         slice_of: Callable[[int, int, Cancellation | None], BodySource],
         size_bytes: int,
-        part_bytes: int,
         overwrite: bool,
+        progress: Progress | None,
         cancel: Cancellation | None,
     ) -> FileStat | None:
         """Store a file in parts; None where the store takes no parts and one request may do."""
-        may_fall_back = size_bytes <= MAX_PUT_BYTES
-        stop = _Stop(cancel)
+        part_bytes = part_size_for(path, size_bytes, self._options)
+        may_fall_back = size_bytes <= self._options.max_put_bytes
+        stop = LinkedEvent(cancel)
         try:
             upload = self.start(path, overwrite=overwrite, cancel=stop)
         except _REFUSALS:
@@ -185,6 +202,8 @@ class Uploads:
             if stop.is_set():
                 raise Cancelled("upload", path, "cancelled")
             upload.send_part(number, length, slice_of(start, length, stop))
+            if progress is not None:
+                progress(length)
 
         try:
             # The first one alone: whether the store's own address can be reached shows here, at the
@@ -206,7 +225,7 @@ class Uploads:
         self,
         send: Callable[[int, int, int], None],
         slices: list[tuple[int, int, int]],
-        stop: _Stop,
+        stop: LinkedEvent,
     ) -> None:
         """Send parts at once; after a failure none is started and those under way give up."""
         if not slices:
@@ -230,34 +249,6 @@ class Uploads:
         failures.sort(key=lambda error: isinstance(error, Cancelled))
         if failures:
             raise failures[0]
-
-
-class _Stop:
-    """Set after a failure of ours, or by the caller's event; implements `Cancellation`."""
-
-    _POLL_SECONDS: Final = 0.1
-
-    def __init__(self, caller: Cancellation | None) -> None:
-        self._own = threading.Event()
-        self._caller = caller
-
-    def set(self) -> None:
-        self._own.set()
-
-    def is_set(self) -> bool:
-        return self._own.is_set() or (self._caller is not None and self._caller.is_set())
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if self._caller is None:
-            return self._own.wait(timeout)
-        # Two events cannot be waited for at once; a tenth of a second is soon enough for a person.
-        deadline = None if timeout is None else monotonic() + timeout
-        while not self.is_set():
-            left = self._POLL_SECONDS if deadline is None else deadline - monotonic()
-            if left <= 0:
-                return False
-            self._own.wait(min(left, self._POLL_SECONDS))
-        return True
 
 
 class SourceTooShort(InvalidRequest):

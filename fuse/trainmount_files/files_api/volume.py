@@ -31,14 +31,23 @@ from trainmount_files.errors import (
 from trainmount_files.files_api.answers import file_stat, json_object, last_modified
 from trainmount_files.files_api.api import Call, FilesApi, encode_path
 from trainmount_files.files_api.download import Downloads
-from trainmount_files.files_api.options import MAX_PUT_BYTES, FilesApiOptions
+from trainmount_files.files_api.options import FilesApiOptions
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.files_api.signed_urls import SignedUrls
 from trainmount_files.files_api.transport import Transport
 from trainmount_files.files_api.upload import SourceTooShort, Uploads
 from trainmount_files.paths import join, split
 from trainmount_files.per_process import PerProcess
-from trainmount_files.volume import MIB, Buffer, ByteRange, Capabilities, FileStat, Page, Upload
+from trainmount_files.volume import (
+    MIB,
+    Buffer,
+    ByteRange,
+    Capabilities,
+    FileStat,
+    Page,
+    Progress,
+    Upload,
+)
 
 __all__ = ["FilesApiVolume"]
 
@@ -92,9 +101,11 @@ class FilesApiVolume:
         return Capabilities(
             atomic_rename=False,
             exclusive_create=True,
-            max_put_bytes=MAX_PUT_BYTES,
+            max_put_bytes=self._options.max_put_bytes,
             min_part_bytes=self._options.min_part_bytes,
             max_parts=self._options.max_parts,
+            max_part_bytes=self._options.max_part_bytes,
+            part_bytes=self._options.part_size_bytes,
         )
 
     @property
@@ -159,10 +170,14 @@ class FilesApiVolume:
             path, byte_range, target[: len(byte_range)], version=version, cancel=cancel
         )
 
-    def put(self, path: str, data: Buffer, *, overwrite: bool = True) -> FileStat:
+    def put(
+        self, path: str, data: Buffer, *, overwrite: bool = True, want_version: bool = True
+    ) -> FileStat:
         self._file("put", path)
         with self._directories_named("put", path, overwrite=overwrite):
-            return self._here().uploads.put(path, data, overwrite=overwrite)
+            return self._here().uploads.put(
+                path, data, overwrite=overwrite, want_version=want_version
+            )
 
     def upload(
         self,
@@ -171,18 +186,28 @@ class FilesApiVolume:
         size_bytes: int,
         *,
         overwrite: bool = True,
+        progress: Progress | None = None,
         cancel: threading.Event | None = None,
+        want_version: bool = True,
     ) -> FileStat:
         self._file("upload", path)
         with self._directories_named("upload", path, overwrite=overwrite):
             return self._here().uploads.upload(
-                path, source, size_bytes, overwrite=overwrite, cancel=cancel
+                path,
+                source,
+                size_bytes,
+                overwrite=overwrite,
+                progress=progress,
+                cancel=cancel,
+                want_version=want_version,
             )
 
-    def start_upload(self, path: str, *, overwrite: bool = True) -> Upload:
+    def start_upload(
+        self, path: str, *, overwrite: bool = True, cancel: threading.Event | None = None
+    ) -> Upload:
         self._file("upload", path)
         with self._directories_named("upload", path, overwrite=overwrite):
-            return self._here().uploads.start(path, overwrite=overwrite)
+            return self._here().uploads.start(path, overwrite=overwrite, cancel=cancel)
 
     def delete(self, path: str) -> None:
         self._file("delete", path)

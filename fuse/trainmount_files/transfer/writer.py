@@ -1,0 +1,304 @@
+"""A file of a volume from a stream whose length nobody knows yet. Called by `upload.py`, fsspec and
+whoever writes as it computes.
+
+    write -> Part, filled -> one thread of `Workers` -> Upload.put_part
+    close -> what is left: one `put` where nothing was sent yet, else the last part and `complete`
+
+A writer that is idle holds one part; one that is ahead of its store holds as many as its share of
+the memory, then `write` waits.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import weakref
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from types import TracebackType
+from typing import Any, Final
+
+from trainmount_files.cancellation import LinkedEvent
+from trainmount_files.errors import Cancelled, TooLarge
+from trainmount_files.transfer.budget import MemoryBudget, shared_budget
+from trainmount_files.transfer.parts import Part, PartSizes
+from trainmount_files.transfer.workers import Workers
+from trainmount_files.volume import FileStat, Progress, Upload, Volume
+
+__all__ = ["VolumeWriter", "open_writer"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+_END_SECONDS: Final = 30.0
+"""Threads of a stream that was given up end at once; this only bounds the wait for them."""
+
+_POLL_SECONDS: Final = 0.1
+
+
+def open_writer(
+    volume: Volume,
+    path: str,
+    *,
+    overwrite: bool = True,
+    part_bytes: int | None = None,
+    parallelism: int = 4,
+    size_bytes: int | None = None,
+    progress: Progress | None = None,
+    cancel: threading.Event | None = None,
+) -> VolumeWriter:
+    """A writable binary file whose `close` publishes it at `path`.
+
+    `part_bytes` is the size of the first parts; without it a stream takes at most 24 MiB of memory,
+    and all streams of the process together 80 MiB beyond the first part of each. `size_bytes` is a
+    hint.
+    """
+    if parallelism < 1:
+        raise ValueError(f"parallelism must be at least 1, got {parallelism}")
+    sizes = PartSizes.of(
+        volume.capabilities, part_bytes=part_bytes, parallelism=parallelism, size_bytes=size_bytes
+    )
+    return VolumeWriter(
+        volume,
+        path,
+        sizes,
+        overwrite=overwrite,
+        parallelism=parallelism,
+        progress=progress,
+        cancel=cancel,
+    )
+
+
+class VolumeWriter(io.RawIOBase):
+    """A file in the making, see `open_writer`. Used by one thread at a time.
+
+    Leaving a `with` block by an exception, or `abort`, leaves the path as it was, and so does a
+    writer that is forgotten, which is logged. After a failed `write` the file cannot be finished.
+    """
+
+    def __init__(
+        self,
+        volume: Volume,
+        path: str,
+        sizes: PartSizes,
+        *,
+        overwrite: bool,
+        parallelism: int,
+        progress: Progress | None,
+        cancel: threading.Event | None,
+    ) -> None:
+        super().__init__()
+        self._volume = volume
+        self._path = path
+        self._sizes = sizes
+        self._overwrite = overwrite
+        self._parallelism = parallelism
+        self._progress = progress
+        self._stop = LinkedEvent(cancel)
+        self._budget: MemoryBudget = shared_budget()
+        self._workers = Workers(parallelism, "trainmount-upload")
+        self._part: Part | None = None
+        # Parts on their way, oldest first.
+        self._sending: deque[Future[None]] = deque()
+        self._sent_parts = 0
+        self._position = 0
+        self._upload: Upload | None = None
+        self._failure: BaseException | None = None
+        self._stored: FileStat | None = None
+        _OPEN.add(self)
+
+    def __repr__(self) -> str:
+        return f"VolumeWriter({self._path!r})"
+
+    def __del__(self) -> None:
+        # Not `close`, which would publish half of a file that an exception has cut short.
+        if not self.closed and hasattr(self, "_stored"):
+            _LOG.warning(
+                "A file that was being written was never closed; nothing of it is stored",
+                extra={"path": self._path},
+            )
+            self.abort()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    @property
+    def stored(self) -> FileStat:
+        """The file at the path, after `close`."""
+        if self._stored is None:
+            raise ValueError("nothing is stored")
+        return self._stored
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        self._check_open()
+        return self._position
+
+    def write(self, data: Any, /) -> int:
+        """Take all of `data`, a buffer of bytes; may wait for the store.
+
+        Raises:
+            ValueError: the file is closed.
+            VolumeError: an earlier part could not be stored, and the file never will be.
+        """
+        self._check_open()
+        view = memoryview(data).cast("B")
+        total = len(view)
+        try:
+            while view:
+                if self._part is not None and self._part.is_full:
+                    # Only now that more is to come: the last part goes with `close`.
+                    self._send_part()
+                if self._part is None:
+                    self._part = self._new_part()
+                view = view[self._part.fill(view) :]
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._position += total
+        return total
+
+    def close(self) -> None:
+        """Publish the file. Returns when it is at the path.
+
+        Raises:
+            VolumeError: it is not; the path is as it was.
+        """
+        if self.closed:
+            return
+        try:
+            self._check_failed()
+            self._finish()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._end()
+
+    def abort(self) -> None:
+        """Give up and leave the path as it was; safe to repeat and after `close`."""
+        if self.closed:
+            return
+        self._fail(Cancelled("upload", self._path, "the file was given up"))
+        self._end()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("write to a closed file")
+        self._check_failed()
+
+    def _check_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._stop.is_set():
+            raise Cancelled("upload", self._path, "cancelled")
+
+    def _finish(self) -> None:
+        part = self._part
+        if self._upload is None:
+            data = part.content() if part is not None else memoryview(b"")
+            limit = self._volume.capabilities.max_put_bytes
+            if limit is None or len(data) <= limit:
+                self._stored = self._volume.put(self._path, data, overwrite=self._overwrite)
+                self._report(len(data))
+                return
+        self._send_part()
+        while self._sending:
+            self._reap()
+        assert self._upload is not None
+        self._stored = self._upload.complete()
+
+    def _new_part(self) -> Part:
+        """The next part, as soon as there is memory for it."""
+        number = self._sent_parts + 1
+        if number > self._sizes.max_parts:
+            reason = (
+                f"a stream may have {self._sizes.total_bytes} bytes in {self._sizes.max_parts} "
+                "parts here; larger first parts (part_bytes) or the size (size_bytes) allow more"
+            )
+            raise TooLarge("upload", self._path, reason)
+        size = self._sizes.size_of(number)
+        memory = Part.memory_of(size)
+        # The first may always be taken; more than that only while the process has room.
+        while len(self._sending) >= self._parallelism or (
+            self._sending and not self._budget.take_nowait(memory)
+        ):
+            self._reap()
+        else:
+            if not self._sending:
+                self._budget.take(memory)
+        return Part(size, self._budget)
+
+    def _send_part(self) -> None:
+        """Hand the current part to a thread."""
+        part = self._part
+        assert part is not None
+        self._part = None
+        self._sent_parts += 1
+        number = self._sent_parts
+        if self._upload is None:
+            try:
+                self._upload = self._volume.start_upload(
+                    self._path, overwrite=self._overwrite, cancel=self._stop
+                )
+            except BaseException:
+                part.free()
+                raise
+        upload, report = self._upload, self._report
+        self._sending.append(self._workers.submit(lambda: _send(upload, number, part, report)))
+
+    def _reap(self) -> None:
+        """Wait until one part more is stored; raise what it failed with."""
+        while not any(future.done() for future in self._sending):
+            if self._stop.is_set():
+                raise Cancelled("upload", self._path, "cancelled")
+            wait(self._sending, _POLL_SECONDS, FIRST_COMPLETED)
+        done = [future for future in self._sending if future.done()]
+        self._sending = deque(future for future in self._sending if not future.done())
+        for future in done:
+            future.result()
+
+    def _report(self, num_bytes: int) -> None:
+        if self._progress is not None:
+            self._progress(num_bytes)
+
+    def _fail(self, error: BaseException) -> None:
+        """Stop what is under way and free what the store has of it."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._stop.set()
+        self._workers.close(_END_SECONDS)
+        if self._upload is not None:
+            self._upload.abort()
+
+    def _end(self) -> None:
+        self._workers.close(_END_SECONDS)
+        if self._part is not None:
+            self._part.free()
+            self._part = None
+        self._sending.clear()
+        _OPEN.discard(self)
+        super().close()
+
+
+def _send(upload: Upload, number: int, part: Part, report: Progress) -> None:
+    try:
+        upload.put_part(number, part.content())
+        report(part.filled)
+    finally:
+        part.free()
+
+
+_OPEN: Final[weakref.WeakSet[VolumeWriter]] = weakref.WeakSet()
+"""Writers that are neither closed nor aborted; the interpreter's end reports them."""
