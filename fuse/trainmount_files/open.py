@@ -14,21 +14,34 @@ from trainmount_files.volume import Volume
 
 __all__ = ["open_volume"]
 
+_NAMES_OF_A_VOLUME: Final = 3
+
 _EXPECTED: Final = (
-    "must be /Volumes/<catalog>/<schema>/<volume>[/...], dbfs:/Volumes/... or file:///directory"
+    "must be /Volumes[/<catalog>[/<schema>[/<volume>[/...]]]], dbfs:/Volumes/... "
+    "or file:///directory"
 )
+
+_ELSEWHERE: Final = {
+    "/Workspace": (
+        "workspace files are no volume: other limits (500 MB a file, 10,000 entries a directory) "
+        "and another API; copy them to a volume first"
+    ),
+    "dbfs:": "of DBFS only dbfs:/Volumes is reached; copy what is needed to a volume",
+    "/dbfs": "DBFS is no volume; copy what is needed to a volume",
+}
+"""Places that look like a volume's, by the first name of their path."""
 
 
 def open_volume(
     url: str, *, host: str | None = None, token: str | None = None, profile: str | None = None
 ) -> Volume:
-    """The volume behind `url`: `/Volumes/c/s/v[/sub]`, `dbfs:/Volumes/c/s/v[/sub]` or
-    `file:///directory`.
+    """The volume behind `url`: `/Volumes/c/s/v[/sub]`, the same after `dbfs:`, or
+    `file:///directory`; `/Volumes`, `/Volumes/c` and `/Volumes/c/s` are one tree of all volumes
+    below (`CatalogVolume`).
 
     `host`, `token` and `profile` are for the Files API; without them the databricks SDK's own
-    configuration decides (`DATABRICKS_HOST`, `DATABRICKS_TOKEN`, profiles, OAuth). What the
-    environment sets goes before the profile, as in the SDK. No request is sent before the first
-    use.
+    configuration decides (`DATABRICKS_HOST`, `DATABRICKS_TOKEN`, profiles, OAuth). A profile that
+    is named here counts before the environment. No request is sent before the first use.
 
     Raises:
         InvalidRequest: the URL is none of the above.
@@ -40,10 +53,16 @@ def open_volume(
     if remote == "/Volumes" or remote.startswith("/Volumes/"):
         root = _catalog_root(remote)
         # Imported late: the Files API drags in an HTTP client that a plain directory does not need.
-        from trainmount_files.files_api import FilesApiVolume
-        from trainmount_files.files_api.sdk import Credentials
+        from trainmount_files.catalog import CatalogVolume
+        from trainmount_files.files_api import Credentials, FilesApiVolume
 
-        return FilesApiVolume(root, Credentials(host=host, token=token, profile=profile))
+        credentials = Credentials(host=host, token=token, profile=profile)
+        if len(root.split("/")) - 2 < _NAMES_OF_A_VOLUME:
+            return CatalogVolume(root, credentials)
+        return FilesApiVolume(root, credentials)
+    for begin, reason in _ELSEWHERE.items():
+        if url == begin or url.startswith(f"{begin}/"):
+            raise InvalidRequest("open", _without_query(url), reason)
     raise InvalidRequest("open", _without_query(url), _EXPECTED)
 
 
@@ -59,7 +78,7 @@ def _directory_of(url: str) -> Path:
 def _catalog_root(remote: str) -> str:
     root = remote.rstrip("/")
     names = root.split("/")[2:]
-    if len(names) < 3 or any(name in ("", ".", "..") for name in names):
+    if any(name in ("", ".", "..") for name in names):
         raise InvalidRequest("open", root, _EXPECTED)
     return root
 

@@ -162,3 +162,52 @@ def test_a_volume_with_host_and_token_needs_no_sdk(server: LocalServer) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout == "False\n"
+
+
+def write_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    profiles = tmp_path / "profiles"
+    profiles.write_text(text)
+    monkeypatch.setenv("DATABRICKS_CONFIG_FILE", str(profiles))
+
+
+def test_a_profile_that_is_named_counts_before_the_environment(
+    remote: FilesApiVolume, server: LocalServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    remote.put("file", b"content")
+    text = f"[DEFAULT]\nhost = http://127.0.0.1:9\n[a b]\nhost = {server.url}\ntoken = {TOKEN}\n"
+    write_profiles(tmp_path, monkeypatch, text)
+    monkeypatch.setenv("DATABRICKS_HOST", "http://127.0.0.1:1")
+    monkeypatch.setenv("DATABRICKS_TOKEN", "of-somebody-else")
+    monkeypatch.setenv("DATABRICKS_CONFIG_PROFILE", "other")
+    volume = open_volume(ROOT, profile="a b")
+    assert read(volume) == b"content"
+    pickled = pickle.dumps(volume)
+    assert TOKEN.encode() not in pickled
+    assert read(pickle.loads(pickled)) == b"content"
+    volume.close()
+    explicit = open_volume(ROOT, profile="a b", token="wrong")
+    with pytest.raises(Unauthenticated, match="HTTP 401"):
+        explicit.stat("file")
+    explicit.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[other]\nhost = http://x\n", "has no profile training"),
+        ("token = dapi-0123456789abcdef\n", "is no configuration file"),
+        ("[training]\ntoken = dapi-0123456789abcdef\n", "no host is configured|default auth"),
+    ],
+)
+def test_a_profile_that_is_incomplete_is_told_without_its_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, reason: str
+) -> None:
+    write_profiles(tmp_path, monkeypatch, text)
+    with pytest.raises(Unauthenticated, match=reason) as refused:
+        open_volume(ROOT, profile="training").stat("file")
+    assert "0123456789abcdef" not in str(refused.value)
+
+
+def test_a_profile_without_its_file_is_told() -> None:
+    with pytest.raises(Unauthenticated, match=r"training is asked for, and .*No such file"):
+        open_volume(ROOT, profile="training").stat("file")

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from multiprocessing.context import get_spawning_popen
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from trainmount_files.errors import InvalidRequest, Unauthenticated, VolumeError
 from trainmount_files.per_process import PerProcess
@@ -43,14 +46,19 @@ class Credentials:
     def __init__(
         self, *, host: str | None = None, token: str | None = None, profile: str | None = None
     ) -> None:
-        """Resolves nothing yet: the first request does."""
+        """Resolves nothing yet: the first request does.
+
+        `profile` names a section of `~/.databrickscfg` (or `DATABRICKS_CONFIG_FILE`), which then
+        counts before the environment; `host` and `token` count before both.
+        """
         self._host = host
         self._token = token
         self._profile = profile
         self._resolved = PerProcess(self._resolve)
 
     def __repr__(self) -> str:
-        return f"Credentials(host={self._host!r})"
+        named = f", profile={self._profile!r}" if self._profile is not None else ""
+        return f"Credentials(host={self._host!r}{named})"
 
     def __getstate__(self) -> dict[str, str | None]:
         spawning = get_spawning_popen() is not None
@@ -82,18 +90,36 @@ class Credentials:
         return self._resolved.get().headers()
 
     def _resolve(self) -> _Resolved:
+        if self._profile is not None:
+            return self._resolve_profile(self._profile)
         host = self._host or os.environ.get("DATABRICKS_HOST")
         token = self._token or os.environ.get("DATABRICKS_TOKEN")
         explicit = self._token is not None
         auth_type = os.environ.get("DATABRICKS_AUTH_TYPE", "pat")
         undecided = auth_type != "pat" or any(os.environ.get(n) for n in _OTHER_AUTHENTICATION)
-        undecided = undecided or self._profile is not None
         if host and token and (explicit or not undecided):
             # The SDK would come to the same, after two seconds of imports that each loader worker
-            # and each restart of
-            # the mount's daemon would pay.
-            return _Resolved.of_token(_normalized(host), token)
-        return _Resolved.of_sdk(host, self._token, self._profile)
+            # and each restart of the mount's daemon would pay.
+            workspace = os.environ.get("DATABRICKS_WORKSPACE_ID")
+            return _Resolved.of_token(_normalized(host), token, workspace)
+        return _Resolved.of_sdk({"host": self._host, "token": self._token})
+
+    def _resolve_profile(self, profile: str) -> _Resolved:
+        """The SDK lets the environment count before a profile, even one that was asked for by name;
+        so what the profile says is handed to it as if the caller had.
+        """
+        settings = {**_read_profile(profile)}
+        if self._host:
+            settings["host"] = self._host
+        if self._token:
+            settings["token"] = self._token
+            settings["auth_type"] = "pat"
+        elif "token" in settings:
+            settings.setdefault("auth_type", "pat")
+        host, token = settings.get("host"), settings.get("token")
+        if host and token and settings["auth_type"] == "pat":
+            return _Resolved.of_token(_normalized(host), token, settings.get("workspace_id"))
+        return _Resolved.of_sdk({**settings, "profile": profile})
 
 
 class _Resolved:
@@ -104,12 +130,12 @@ class _Resolved:
         self._source = source
 
     @classmethod
-    def of_token(cls, host: str, token: str) -> _Resolved:
-        return cls(host, _Token(token))
+    def of_token(cls, host: str, token: str, workspace: str | None) -> _Resolved:
+        return cls(host, _Token(token, workspace))
 
     @classmethod
-    def of_sdk(cls, host: str | None, token: str | None, profile: str | None) -> _Resolved:
-        source = _Sdk(host, token, profile)
+    def of_sdk(cls, settings: Mapping[str, str | None]) -> _Resolved:
+        source = _Sdk(settings)
         return cls(_normalized(source.host), source)
 
     def headers(self) -> dict[str, str]:
@@ -117,9 +143,8 @@ class _Resolved:
 
 
 class _Token:
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, workspace: str | None) -> None:
         self._headers = {"Authorization": f"Bearer {token}"}
-        workspace = os.environ.get("DATABRICKS_WORKSPACE_ID")
         if workspace:
             self._headers["X-Databricks-Workspace-Id"] = workspace
 
@@ -128,15 +153,17 @@ class _Token:
 
 
 class _Sdk:
-    def __init__(self, host: str | None, token: str | None, profile: str | None) -> None:
+    def __init__(self, settings: Mapping[str, str | None]) -> None:
         failure: VolumeError
         try:
             from databricks.sdk.core import Config
 
+            known = {attribute.name for attribute in Config.attributes()} | {"profile"}
+            given: dict[str, Any] = {
+                name: value for name, value in settings.items() if value and name in known
+            }
             self._config = Config(
-                host=host,
-                token=token,
-                profile=profile,
+                **given,
                 http_timeout_seconds=_DISCOVERY_SECONDS,
                 retry_timeout_seconds=_DISCOVERY_SECONDS,
             )
@@ -159,6 +186,29 @@ class _Sdk:
             # Each way to authenticate has its own exceptions: HTTP, files, programs.
             reason = one_line(f"no token could be had: {error}")
         raise Unauthenticated("authenticate", "", reason)
+
+
+def _read_profile(profile: str) -> dict[str, str]:
+    """What one section of the configuration file says.
+
+    Raises:
+        Unauthenticated: there is no such section, or the file cannot be read.
+    """
+    file = Path(os.environ.get("DATABRICKS_CONFIG_FILE") or "~/.databrickscfg").expanduser()
+    # As the SDK: DEFAULT is a profile like the others, and `%` is part of a token.
+    parser = ConfigParser(default_section="", interpolation=None)
+    try:
+        with file.open(encoding="utf-8") as lines:
+            parser.read_file(lines)
+        if parser.has_section(profile):
+            return {name: value for name, value in parser.items(profile) if value}
+        reason = f"{file} has no profile {profile}"
+    except OSError as error:
+        reason = f"the profile {profile} is asked for, and {file}: {error.strerror}"
+    except (ConfigParserError, ValueError):
+        # Its text would quote a line of the file, which may be the one with the token.
+        reason = f"{file} is no configuration file with [profiles]"
+    raise Unauthenticated("open", "", reason)
 
 
 def _how_to_configure(reason: str) -> str:
