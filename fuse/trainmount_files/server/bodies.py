@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import os
 from email.utils import formatdate
 from typing import Final
@@ -14,11 +14,14 @@ from trainmount_files.server.body_faults import faulty_chunks, send_faulty
 from trainmount_files.server.call import Api, Call
 from trainmount_files.server.errors import ApiError
 from trainmount_files.server.ranges import parse_range, require_unmodified
+from trainmount_files.server.sending import send_span
 from trainmount_files.server.staging import Temporary
 from trainmount_files.server.store import FileInfo
 from trainmount_files.volume import MIB, ByteRange
 
 __all__ = ["file_headers", "receive", "send_file"]
+
+_log = logging.getLogger(__name__)
 
 # Written to the disk at once. Larger only costs memory: one buffer an upload in flight.
 _WRITE_BYTES: Final = 4 * MIB
@@ -82,16 +85,16 @@ async def send_file(api: Api, call: Call, fd: int, info: FileInfo, path: str) ->
             headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{info.size_bytes}"
         status = 200 if wanted is None else 206
         if len(span) <= _SMALL_BYTES and not call.fault.touches_bodies:
-            body = await api.run(os.pread, fd, len(span), span.start)
+            body = await api.run_cached(_read, fd, span)
             if len(body) == len(span):
                 return web.Response(status=status, headers=headers, body=body)
-        return await _stream(call, fd, span, status=status, headers=headers)
+        return await _stream(api, call, fd, span, status=status, headers=headers)
     finally:
         os.close(fd)
 
 
 async def _stream(
-    call: Call, fd: int, span: ByteRange, *, status: int, headers: dict[str, str]
+    api: Api, call: Call, fd: int, span: ByteRange, *, status: int, headers: dict[str, str]
 ) -> web.StreamResponse:
     response = web.StreamResponse(status=status, headers=headers)
     response.content_length = len(span)
@@ -99,20 +102,29 @@ async def _stream(
     if call.fault.touches_bodies:
         await send_faulty(call, response, fd, span)
         return response
-    transport = call.request.transport
-    if transport is None:
-        raise ConnectionResetError("the client went away")
-    sent = 0
-    if len(span):
-        with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
-            loop = asyncio.get_running_loop()
-            sent = await loop.sendfile(transport, file, span.start, len(span))
+    try:
+        sent = await send_span(api.senders, call.request, fd, span)
+    except ConnectionError:
+        raise
+    except OSError:
+        _log.exception("A file could not be read while it was sent")
+        sent = -1
     if sent != len(span):
-        # The file shrank below us: only a closed connection tells the client so.
-        transport.close()
+        # The file shrank or failed below us: only a closed connection tells the client so.
+        if call.request.transport is not None:
+            call.request.transport.close()
         raise ConnectionResetError("the body was cut")
     await response.write_eof()
     return response
+
+
+def _read(fd: int, span: ByteRange, *, cached: bool = False) -> bytearray:
+    """What the file has of a small span; with `cached`, all of it or OSError without waiting."""
+    body = bytearray(len(span))
+    count = os.preadv(fd, [body], span.start, os.RWF_NOWAIT if cached else 0)
+    if cached and count != len(span):
+        raise BlockingIOError
+    return body[:count]
 
 
 def _write_all(fd: int, data: bytearray) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import web
 
-from trainmount_files.server.errors import invalid
+from trainmount_files.server.errors import ApiError, invalid
 from trainmount_files.server.faults import Fault
 from trainmount_files.server.multipart import UploadStore
 from trainmount_files.server.presigned import Signer
@@ -41,11 +41,32 @@ class Api:
     uploads: UploadStore
     signer: Signer
     threads: ThreadPoolExecutor
+    senders: ThreadPoolExecutor
+    """For bodies alone, so that downloads never keep a small request waiting for a thread."""
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call something that touches the disk, off the event loop."""
+        """Call something that touches the disk, off the event loop.
+
+        When it returns or raises, the call is over, also after a cancellation: descriptors that it
+        was given may be closed.
+        """
         call = functools.partial(function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, call)
+        future = asyncio.get_running_loop().run_in_executor(self.threads, call)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+
+    async def run_cached(self, function: Callable[..., T], *args: Any) -> T:
+        """Call something that with `cached=True` answers at once or raises: here if it can, off the
+        event loop with `cached` left out if it cannot.
+        """
+        try:
+            return function(*args, cached=True)
+        except (OSError, ApiError):
+            # Also where nothing is found: only the slow way is certain of that.
+            return await self.run(function, *args)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ async def make_directory(api: Api, _call: Call, path: VolumePath) -> web.StreamR
 
 
 async def head_directory(api: Api, _call: Call, path: VolumePath) -> web.StreamResponse:
-    if not await api.run(api.store.is_directory, path):
+    if not await api.run_cached(api.store.is_directory, path):
         raise directory_not_found(str(path))
     return empty(200)
 

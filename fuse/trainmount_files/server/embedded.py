@@ -76,6 +76,8 @@ async def serving(settings: ServerSettings) -> AsyncIterator[Running]:
             raise StartError(f"{directory} cannot be served: {error.strerror}") from None
         threads = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="files-api")
         stack.callback(threads.shutdown)
+        senders = ThreadPoolExecutor(settings.num_senders, thread_name_prefix="files-api-body")
+        stack.callback(senders.shutdown)
         uploads = UploadStore(
             store,
             staging,
@@ -83,7 +85,7 @@ async def serving(settings: ServerSettings) -> AsyncIterator[Running]:
             min_part_bytes=settings.min_part_bytes,
             lifetime_seconds=settings.upload_lifetime_seconds,
         )
-        api = Api(settings, store, staging, uploads, signer, threads)
+        api = Api(settings, store, staging, uploads, signer, threads, senders)
         service = Service(api, faults)
         url = await _listen(settings, service, stack)
         sweeper = asyncio.create_task(_sweep(api))

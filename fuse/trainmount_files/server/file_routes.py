@@ -39,12 +39,12 @@ async def put_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse
 
 
 async def get_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
-    fd, info = await api.run(api.store.open_file, path)
+    fd, info = await api.run_cached(api.store.open_file, path)
     return await send_file(api, call, fd, info, str(path))
 
 
 async def head_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
-    info = await api.run(api.store.stat_file, path)
+    info = await api.run_cached(api.store.stat_file, path)
     headers = file_headers(call, info) | {"Content-Length": str(info.size_bytes)}
     return web.Response(headers=headers)
 
@@ -59,7 +59,7 @@ async def create_download_url(api: Api, call: Call) -> web.StreamResponse:
     if not text:
         raise invalid("path must be given")
     path = parse_volume_path(text)
-    await api.run(api.store.stat_file, path)
+    await api.run_cached(api.store.stat_file, path)
     expires_at = parse_expire_time(call.request.query.get("expire_time"))
     url = api.signer.sign(Claims("get", str(path)), expires_at)
     return web.json_response({"url": call.base_url + quote(url), "headers": []})
@@ -68,7 +68,7 @@ async def create_download_url(api: Api, call: Call) -> web.StreamResponse:
 async def presigned_get(api: Api, call: Call, claims: Claims) -> web.StreamResponse:
     path = parse_volume_path(claims.target)
     try:
-        fd, info = await api.run(api.store.open_file, path)
+        fd, info = await api.run_cached(api.store.open_file, path)
         return await send_file(api, call, fd, info, str(path))
     except ApiError as error:
         raise _as_storage_error(error) from None

@@ -71,7 +71,10 @@ class ServerSettings:
     """An upload that is older is dropped with everything it stored."""
 
     num_threads: int = 16
-    """Threads that touch the disk; the event loop itself never does, but for sendfile."""
+    """Threads that touch the disk; the event loop itself asks only for what is in memory."""
+
+    num_senders: int = 8
+    """Threads that send files. More downloads than that take turns."""
 
     def __post_init__(self) -> None:
         if not self.token or any(ord(letter) <= 32 or ord(letter) > 126 for letter in self.token):
