@@ -11,10 +11,32 @@ from typing import Final
 
 from trainmount_files.retry import Cancellation
 
-__all__ = ["LinkedEvent"]
+__all__ = ["Either", "LinkedEvent"]
 
 _POLL_SECONDS: Final = 0.05
 """Two events cannot be waited for at once; a twentieth of a second is soon enough for a person."""
+
+
+class Either:
+    """Set as soon as one of two is; implements `Cancellation`."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Cancellation, second: Cancellation) -> None:
+        self._first = first
+        self._second = second
+
+    def is_set(self) -> bool:
+        return self._first.is_set() or self._second.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        deadline = None if timeout is None else monotonic() + timeout
+        while not self.is_set():
+            left = _POLL_SECONDS if deadline is None else deadline - monotonic()
+            if left <= 0:
+                return False
+            self._first.wait(min(left, _POLL_SECONDS))
+        return True
 
 
 class LinkedEvent(threading.Event):

@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import quote, urlencode
 
-from trainmount_files.errors import InvalidRequest, Unavailable, VolumeError
+from trainmount_files.cancellation import Either
+from trainmount_files.errors import Cancelled, InvalidRequest, Unavailable, VolumeError
 from trainmount_files.files_api.answers import error_of
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.files_api.transport import FileSlice, Reply, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Attempts, Cancellation, Clock, RetryPolicy
 from trainmount_files.volume import Buffer
 
-__all__ = ["BodySource", "Call", "FilesApi", "Outcome", "encode_path"]
+__all__ = ["BodySource", "Call", "FilesApi", "Outcome", "encode_path", "failure_of"]
 
 _BASE: Final = "/api/2.0/fs"
 
@@ -39,6 +40,16 @@ def encode_path(operation: str, path: str) -> str:
     except UnicodeEncodeError:
         pass
     raise InvalidRequest(operation, ascii(path)[1:-1], "the name must be valid Unicode text")
+
+
+def failure_of(operation: str, path: str, broken: TransportError, what: str = "") -> VolumeError:
+    """The error that a request without an answer stands for."""
+    kind: type[VolumeError] = Unavailable
+    if broken.was_closed:
+        kind = Cancelled
+    elif not broken.may_pass:
+        kind = InvalidRequest
+    return kind(operation, path, f"{what}{broken.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +108,13 @@ class FilesApi:
         self, cancel: Cancellation | None = None, within_seconds: float | None = None
     ) -> Attempts:
         """The tries of one request; `within_seconds` shortens the policy's deadline."""
+        closed = self._transport.closed
         policy = self._retry
         if within_seconds is not None and within_seconds < policy.deadline_seconds:
             policy = replace(policy, deadline_seconds=within_seconds)
-        return Attempts(policy, cancel=cancel, clock=self._clock)
+        # Who closes the volume has given up too.
+        both = closed if cancel is None else Either(closed, cancel)
+        return Attempts(policy, cancel=both, clock=self._clock)
 
     def url(
         self, target: str, query: Mapping[str, str | int] | None = None, *, base: str = _BASE
@@ -124,12 +138,13 @@ class FilesApi:
         holds it. Raises what a body's file raises, Cancelled and Unauthenticated.
         """
         attempts = self.attempts(cancel, within_seconds)
+        attempts.check_cancelled(call.operation, call.path)
         url = self.url(call.target, call.query, base=call.base)
         uncertain = False
         renewed = False
         while True:
             authentication = self.credentials.headers()
-            reply, error, retry_after, sent = self._once(call, url, authentication, body)
+            reply, error, retry_after, sent = self._once(call, url, authentication, body, cancel)
             may_pass = reply is None or reply.status in RETRYABLE_STATUSES
             if error is None or not (may_pass and isinstance(error, Unavailable)):
                 if reply is not None and reply.status == 401 and not renewed:
@@ -158,6 +173,7 @@ class FilesApi:
         url: str,
         authentication: Mapping[str, str],
         body: BodySource | None,
+        cancel: Cancellation | None,
     ) -> tuple[Reply | None, VolumeError | None, str | None, bool]:
         """One try: the reply, the error it stands for, its `Retry-After`, and whether its outcome
         is unknown.
@@ -168,10 +184,11 @@ class FilesApi:
                 url,
                 headers={**authentication, **(call.headers or {})},
                 body=body() if body is not None else None,
+                cancel=cancel,
             )
         except TransportError as broken:
-            kind = Unavailable if broken.may_pass else InvalidRequest
-            return None, kind(call.operation, call.path, broken.reason), None, broken.was_sent
+            error = failure_of(call.operation, call.path, broken)
+            return None, error, None, broken.was_sent
         if reply.status < 300:
             return reply, None, None, False
         secret = authentication.get("Authorization", "").rpartition(" ")[2]

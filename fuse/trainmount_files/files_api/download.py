@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
-from typing import Final
+from typing import Final, Protocol
 
 from trainmount_files.errors import (
     InexactRange,
@@ -33,13 +33,13 @@ from trainmount_files.files_api.answers import (
     last_modified,
     range_problem,
 )
-from trainmount_files.files_api.api import FilesApi, encode_path
+from trainmount_files.files_api.api import FilesApi, encode_path, failure_of
 from trainmount_files.files_api.signed_urls import SignedUrl, SignedUrls
 from trainmount_files.files_api.transport import Answer, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
-from trainmount_files.volume import ByteRange
+from trainmount_files.volume import ByteRange, Progress
 
-__all__ = ["Downloads"]
+__all__ = ["Downloads", "FileTarget", "MemoryTarget", "Target"]
 
 _RENEWALS: Final = 3
 """URLs asked for in a row without a byte in between: then the refusal is about something else."""
@@ -99,6 +99,50 @@ class _Progress:
     expired: SignedUrl | None = None
 
 
+class Target(Protocol):
+    """Where the bytes of a range go."""
+
+    def receive(
+        self, answer: Answer, offset: int, size_bytes: int, cancel: Cancellation | None
+    ) -> int:
+        """Take in up to `size_bytes` bytes of a body as those from `offset` of the range on; how
+        many came.
+        """
+        ...
+
+
+class MemoryTarget:
+    """A buffer as long as the range."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+
+    def receive(
+        self, answer: Answer, offset: int, size_bytes: int, cancel: Cancellation | None
+    ) -> int:
+        return answer.receive_into(self._buffer[offset : offset + size_bytes], cancel)
+
+
+class FileTarget:
+    """A local file, from a position on."""
+
+    def __init__(self, descriptor: int, start: int, progress: Progress | None) -> None:
+        self._descriptor = descriptor
+        self._start = start
+        self._progress = progress
+        self._told = 0
+
+    def receive(
+        self, answer: Answer, offset: int, size_bytes: int, cancel: Cancellation | None
+    ) -> int:
+        """Raises OSError where the file cannot be written."""
+        count = answer.receive_to_file(self._descriptor, self._start + offset, size_bytes, cancel)
+        if self._progress is not None and offset + count > self._told:
+            self._progress(offset + count - self._told)
+            self._told = offset + count
+        return count
+
+
 class Downloads:
     """Reads ranges of the files of one volume, in one process. Any thread may call."""
 
@@ -123,12 +167,12 @@ class Downloads:
         self,
         path: str,
         byte_range: ByteRange,
-        target: memoryview,
+        target: Target,
         *,
         version: str | None,
         cancel: Cancellation | None,
     ) -> None:
-        """Fill `target`, which is as long as the range, as `Volume.read_into` says."""
+        """Fill `target` with the range, as `Volume.read_into` says."""
         guard = Version.parse(version)
         if guard is None:
             raise PreconditionFailed("read", path, "the version named is none of this store")
@@ -139,13 +183,15 @@ class Downloads:
         while True:
             attempts.check_cancelled("read", path)
             rest = ByteRange(byte_range.start + progress.done, byte_range.end)
-            result = self._try(path, rest, target[progress.done :], progress, cancel)
+            result = self._try(path, rest, target, progress, cancel)
             if result.received and self._keep(progress, result):
                 attempts.progressed()
             if result.next is _Next.DONE:
                 self._remember(progress)
                 return
             assert result.error is not None
+            # A request that was cut off for it looks like a broken connection.
+            attempts.check_cancelled("read", path)
             wait = self._decide(path, result.error, result.next, progress)
             if wait:
                 attempts.wait_or_raise(result.error, result.retry_after)
@@ -198,7 +244,7 @@ class Downloads:
         self,
         path: str,
         wanted: ByteRange,
-        target: memoryview,
+        target: Target,
         progress: _Progress,
         cancel: Cancellation | None,
     ) -> _Result:
@@ -222,12 +268,14 @@ class Downloads:
             url = signed.url
             headers.update(signed.headers)
         try:
-            with self._transport.open("GET", url, headers=headers) as answer:
+            with self._transport.open("GET", url, headers=headers, cancel=cancel) as answer:
                 if answer.status >= 300:
                     return self._refusal(path, answer, progress, secret)
-                return self._receive(path, answer, wanted, target, progress.pinned, cancel)
+                return self._receive(path, answer, wanted, target, progress, cancel)
         except TransportError as error:
-            failure = Unavailable("read", path, error.reason)
+            failure = failure_of("read", path, error)
+            if error.was_closed:
+                return _Result(_Next.RAISE, failure)
             # A store that cannot even be connected to is behind a firewall; the workspace may not
             # be.
             walled = not progress.direct and not error.was_sent
@@ -246,20 +294,20 @@ class Downloads:
         path: str,
         answer: Answer,
         wanted: ByteRange,
-        target: memoryview,
-        pinned: Version,
+        target: Target,
+        progress: _Progress,
         cancel: Cancellation | None,
     ) -> _Result:
         """Take the body in where the headers say that it is what was asked for."""
         problem, total = range_problem(answer.status, answer.headers, wanted)
         seen = Version(total, last_modified(answer.headers))
-        if pinned.contradicts(seen):
+        if progress.pinned.contradicts(seen):
             return _Result(_Next.RAISE, _changed(path))
         if problem:
             past_end = total is not None and wanted.end > total
             following = _Next.RAISE if past_end else _Next.INEXACT
             return _Result(following, InexactRange("read", path, problem))
-        received = answer.receive_into(target[: len(wanted)], cancel)
+        received = target.receive(answer, progress.done, len(wanted), cancel)
         if received < len(wanted):
             failure = Unavailable(
                 "read", path, f"the body broke off after {received} of {len(wanted)} bytes"

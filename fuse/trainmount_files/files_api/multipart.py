@@ -16,7 +16,6 @@ from typing import Final
 
 from trainmount_files.errors import (
     AlreadyExists,
-    InvalidRequest,
     NotFound,
     TooLarge,
     Unavailable,
@@ -24,7 +23,7 @@ from trainmount_files.errors import (
     VolumeError,
 )
 from trainmount_files.files_api.answers import error_of, is_expired_url, json_object
-from trainmount_files.files_api.api import BodySource, Call, FilesApi, encode_path
+from trainmount_files.files_api.api import BodySource, Call, FilesApi, encode_path, failure_of
 from trainmount_files.files_api.signed_urls import SignedUrl, expire_time, parse_signed_url
 from trainmount_files.files_api.transport import Reply, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
@@ -201,10 +200,10 @@ class MultipartUpload:
                     signed.url,
                     headers={"Content-Type": "application/octet-stream", **signed.headers},
                     body=body(),
+                    cancel=self._cancel,
                 )
             except TransportError as broken:
-                kind = Unavailable if broken.may_pass else InvalidRequest
-                error = kind("upload", self._path, f"part {part_number}: {broken.reason}")
+                error = failure_of("upload", self._path, broken, f"part {part_number}: ")
             else:
                 if reply.status < 300:
                     return reply.headers.get("ETag", "")

@@ -1,8 +1,8 @@
 """Bytes over HTTP: the pool of connections, whole small answers, and bodies straight into the
 caller's memory.
 
-The only module that imports urllib3. It knows nothing of Databricks, paths or retries: one call is
-one request. No exception leaves it that carries a URL, not even as a cause.
+With `connections.py` the only module that imports urllib3. It knows nothing of Databricks, paths or
+retries: one call is one request. No exception leaves it that carries a URL, not even as a cause.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -27,6 +27,8 @@ from trainmount_files.volume import MIB, Buffer
 
 if TYPE_CHECKING:
     import urllib3
+
+    from trainmount_files.files_api.connections import InFlight
 
 __all__ = ["Answer", "FileSlice", "Reply", "Transport", "TransportError", "TransportOptions"]
 
@@ -73,10 +75,14 @@ class TransportError(Exception):
     `was_sent` tells whether the other side may have acted on it.
     """
 
-    def __init__(self, reason: str, *, was_sent: bool, may_pass: bool = True) -> None:
+    def __init__(
+        self, reason: str, *, was_sent: bool, may_pass: bool = True, was_closed: bool = False
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.was_sent = was_sent
+        self.was_closed = was_closed
+        """The transport was closed, by whoever owns it."""
         self.may_pass = may_pass
         """False where another try will fail the same way: a certificate that is not trusted."""
 
@@ -110,6 +116,27 @@ class Answer:
                 done += got
         except (OSError, http.client.HTTPException, _urllib3_error()):
             return done
+        return done
+
+    def receive_to_file(
+        self, descriptor: int, offset: int, size_bytes: int, cancel: Cancellation | None = None
+    ) -> int:
+        """As `receive_into`, to a file from `offset` on.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        buffer = memoryview(bytearray(min(_RECEIVE_BYTES, size_bytes)))
+        done = 0
+        while done < size_bytes:
+            piece = buffer[: size_bytes - done]
+            got = self.receive_into(piece, cancel)
+            written = 0
+            while written < got:
+                written += os.pwrite(descriptor, piece[written:got], offset + done + written)
+            done += got
+            if got < len(piece):
+                break
         return done
 
     def is_at_end(self) -> bool:
@@ -149,31 +176,36 @@ class FileSlice:
         *,
         on_short: VolumeError,
         on_cancel: VolumeError,
+        on_failure: Callable[[OSError], VolumeError],
         cancel: Cancellation | None,
     ) -> None:
         """`on_short` is raised where the file ends before the slice does."""
         self._descriptor = descriptor
-        self._offset = start
+        self._start = start
         self._end = start + size_bytes
         self._on_short = on_short
         self._on_cancel = on_cancel
+        self._on_failure = on_failure
         self._cancel = cancel
 
     def __len__(self) -> int:
-        return self._end - self._offset
+        return self._end - self._start
 
-    def read(self, size: int = -1) -> bytes:
-        if self._cancel is not None and self._cancel.is_set():
-            raise self._on_cancel
-        left = self._end - self._offset
-        wanted = min(left, _SEND_BLOCK_BYTES) if size < 0 else min(left, size)
-        if wanted == 0:
-            return b""
-        data = os.pread(self._descriptor, wanted, self._offset)
-        if not data:
-            raise self._on_short
-        self._offset += len(data)
-        return data
+    def __iter__(self) -> Iterator[memoryview]:
+        """Pieces that are good until the next one is asked for."""
+        buffer = memoryview(bytearray(min(_SEND_BLOCK_BYTES, len(self))))
+        offset = self._start
+        while offset < self._end:
+            if self._cancel is not None and self._cancel.is_set():
+                raise self._on_cancel
+            try:
+                count = os.preadv(self._descriptor, [buffer[: self._end - offset]], offset)
+            except OSError as error:
+                raise self._on_failure(error) from error
+            if not count:
+                raise self._on_short
+            yield buffer[:count]
+            offset += count
 
 
 class Transport:
@@ -184,6 +216,8 @@ class Transport:
     def __init__(self, options: TransportOptions) -> None:
         self._options = options
         self._managers = PerProcess(lambda: _Managers(options))
+        self._in_flight: PerProcess[InFlight] = PerProcess(_in_flight)
+        self.closed = threading.Event()
 
     def exchange(
         self,
@@ -192,14 +226,17 @@ class Transport:
         *,
         headers: Mapping[str, str],
         body: Buffer | FileSlice | None = None,
+        cancel: Cancellation | None = None,
     ) -> Reply:
         """Send a request and read its whole answer, whatever its status.
+
+        It breaks off as soon as `cancel` is set, or the transport is closed.
 
         Raises:
             TransportError: no whole answer came.
             VolumeError: what `FileSlice` raises.
         """
-        with self.open(method, url, headers=headers, body=body) as answer:
+        with self.open(method, url, headers=headers, body=body, cancel=cancel) as answer:
             return Reply(answer.status, answer.headers, answer.read_small())
 
     @contextmanager
@@ -210,21 +247,36 @@ class Transport:
         *,
         headers: Mapping[str, str],
         body: Buffer | FileSlice | None = None,
+        cancel: Cancellation | None = None,
     ) -> Iterator[Answer]:
         """Send a request; the body of the answer is read inside the `with`.
 
-        A body that was not read to its end costs its connection, never a drain.
+        A body that was not read to its end costs its connection, never a drain. It breaks off as
+        soon as `cancel` is set, or the transport is closed.
         """
-        response = self._send(method, url, headers, body)
+        in_flight = self._in_flight.get()
+        exchange = in_flight.begin(cancel)
+        try:
+            response = self._send(method, url, headers, body)
+        except BaseException:
+            in_flight.end(exchange)
+            raise
         answer = Answer(response)
         try:
             yield answer
         finally:
-            if not answer.was_read:
+            # Before the connection may serve another request, which must not be cut.
+            in_flight.end(exchange)
+            if exchange.was_cut or not answer.was_read:
                 response.close()
             response.release_conn()
 
     def close(self) -> None:
+        """Break off what is under way and free the connections."""
+        self.closed.set()
+        in_flight = self._in_flight.peek()
+        if in_flight is not None:
+            in_flight.cut_all()
         managers = self._managers.peek()
         if managers is not None:
             managers.clear()
@@ -248,6 +300,8 @@ class Transport:
             complete["Content-Length"] = str(size)
         elif method in ("PUT", "POST", "DELETE"):
             complete["Content-Length"] = "0"
+        if self.closed.is_set():
+            raise TransportError("the volume was closed", was_sent=False, was_closed=True)
         try:
             with quiet_urls():
                 return (
@@ -299,36 +353,26 @@ class _Managers:
                 manager.clear()
 
     def _make(self, proxy: str | None) -> urllib3.PoolManager:
-        import certifi
         import urllib3
 
+        from trainmount_files.files_api.connections import make_manager
+
         options = self._options
-        certificates = (
-            os.environ.get("REQUESTS_CA_BUNDLE")
-            or os.environ.get("SSL_CERT_FILE")
-            or certifi.where()
-        )
         timeout = urllib3.Timeout(
             connect=options.connect_timeout_seconds, read=options.inactivity_timeout_seconds
         )
-        if proxy is not None:
-            address, user = _split_proxy(proxy)
-            return urllib3.ProxyManager(
-                address,
-                proxy_headers=urllib3.make_headers(proxy_basic_auth=user) if user else None,
-                num_pools=8,
-                maxsize=options.connections,
-                blocksize=_SEND_BLOCK_BYTES,
-                timeout=timeout,
-                ca_certs=certificates,
-            )
-        return urllib3.PoolManager(
-            num_pools=8,
-            maxsize=options.connections,
-            blocksize=_SEND_BLOCK_BYTES,
+        return make_manager(
+            _split_proxy(proxy) if proxy is not None else None,
+            connections=options.connections,
+            block_bytes=_SEND_BLOCK_BYTES,
             timeout=timeout,
-            ca_certs=certificates,
         )
+
+
+def _in_flight() -> InFlight:
+    from trainmount_files.files_api.connections import InFlight
+
+    return InFlight()
 
 
 def _split_proxy(proxy: str) -> tuple[str, str | None]:

@@ -19,6 +19,7 @@ from trainmount_files.errors import (
     AlreadyExists,
     Cancelled,
     InvalidRequest,
+    LocalError,
     NotFound,
     PermissionDenied,
     TooLarge,
@@ -105,6 +106,7 @@ class Uploads:
                 length,
                 on_short=_short(path, size_bytes),
                 on_cancel=Cancelled("upload", path, "cancelled"),
+                on_failure=lambda error: _unreadable(path, error),
                 cancel=stop,
             )
 
@@ -257,6 +259,11 @@ class SourceTooShort(InvalidRequest):
 
 def _failure_of(future: Future[None]) -> BaseException | None:
     return future.exception() if future.done() and not future.cancelled() else None
+
+
+def _unreadable(path: str, error: OSError) -> VolumeError:
+    reason = f"the source cannot be read: {(error.strerror or 'failed').lower()}"
+    return LocalError("upload", path, reason, error.errno)
 
 
 def _short(path: str, size_bytes: int) -> VolumeError:

@@ -30,7 +30,7 @@ from trainmount_files.errors import (
 )
 from trainmount_files.files_api.answers import file_stat, json_object, last_modified
 from trainmount_files.files_api.api import Call, FilesApi, encode_path
-from trainmount_files.files_api.download import Downloads
+from trainmount_files.files_api.download import Downloads, FileTarget, MemoryTarget
 from trainmount_files.files_api.options import FilesApiOptions
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.files_api.signed_urls import SignedUrls
@@ -166,9 +166,26 @@ class FilesApiVolume:
             # HTTP has no empty range.
             self._read_nothing(path, byte_range.start, version)
             return
-        self._here().downloads.read(
-            path, byte_range, target[: len(byte_range)], version=version, cancel=cancel
-        )
+        place = MemoryTarget(target[: len(byte_range)])
+        self._here().downloads.read(path, byte_range, place, version=version, cancel=cancel)
+
+    def read_to_file(
+        self,
+        path: str,
+        byte_range: ByteRange,
+        descriptor: int,
+        *,
+        version: str | None = None,
+        progress: Progress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """See `ReadsToFile`."""
+        self._file("read", path)
+        if not len(byte_range):
+            self._read_nothing(path, byte_range.start, version)
+            return
+        place = FileTarget(descriptor, byte_range.start, progress)
+        self._here().downloads.read(path, byte_range, place, version=version, cancel=cancel)
 
     def put(
         self, path: str, data: Buffer, *, overwrite: bool = True, want_version: bool = True
