@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
-from typing import Final
+from typing import Final, TypeVar
 
 from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -19,49 +21,101 @@ from trainmount_files.server.staging import Temporary
 from trainmount_files.server.store import FileInfo
 from trainmount_files.volume import MIB, ByteRange
 
-__all__ = ["file_headers", "receive", "send_file"]
+__all__ = ["file_headers", "send_file", "store_body"]
 
 _log = logging.getLogger(__name__)
 
-# Written to the disk at once. Larger only costs memory: one buffer an upload in flight.
-_WRITE_BYTES: Final = 4 * MIB
+T = TypeVar("T")
+
+# Written to the disk at once, while as much again comes in. Larger only costs memory.
+_WRITE_BYTES: Final = MIB
+
+# What writev takes at once, on every Linux.
+_MAX_VECTORS: Final = 1024
 
 # Up to here one write of head and body together beats the set-up of sendfile.
 _SMALL_BYTES: Final = 256 * 1024
 
 
-async def receive(api: Api, call: Call, temporary: Temporary) -> None:
-    """Write the body of the request to a file, all of it or an error.
+async def store_body(
+    api: Api, call: Call, begin: Callable[[], Temporary], finish: Callable[[Temporary], T]
+) -> T:
+    """Take the body of the request into the file that `begin` makes, then call `finish` with it.
+
+    Both are called in threads, and for a small body in one go once it is there. `begin` refuses
+    what can be refused before gigabytes are sent for nothing. A body holds 5 MiB of memory at most:
+    a batch that is written, the one that fills up, and what the reader has ahead.
 
     Raises:
-        ApiError: 400 for a body that breaks off, 413 for one above the limit.
+        ApiError: 400 for a body that breaks off, 413 for one above the limit, or what the two
+            functions raise; nothing of the body is left then.
     """
-    limit = api.settings.max_put_bytes
     announced = call.request.content_length
+    limit = api.settings.max_put_bytes
     if announced is not None and announced > limit:
         raise _too_large(limit)
-    buffer = bytearray()
-    received = 0
+    if announced is not None and announced <= _SMALL_BYTES:
+        pieces = [piece async for piece in _pieces(call, limit)]
+        return await api.run(_store_small, begin, pieces, finish)
+    temporary = await api.run(begin)
     try:
-        chunks = (
-            faulty_chunks(call) if call.fault.touches_bodies else call.request.content.iter_any()
-        )
+        await _receive(api, call, limit, temporary)
+        return await api.run(finish, temporary)
+    finally:
+        await api.run(temporary.discard)
+
+
+def _store_small(
+    begin: Callable[[], Temporary], pieces: list[bytes], finish: Callable[[Temporary], T]
+) -> T:
+    temporary = begin()
+    try:
+        _write_all(temporary.fd, pieces)
+        return finish(temporary)
+    finally:
+        temporary.discard()
+
+
+async def _receive(api: Api, call: Call, limit: int, temporary: Temporary) -> None:
+    """One batch is written while the next one comes."""
+    writing: asyncio.Task[None] | None = None
+    pieces: list[bytes] = []
+    pending = 0
+    try:
+        async for piece in _pieces(call, limit):
+            pieces.append(piece)
+            pending += len(piece)
+            if pending >= _WRITE_BYTES:
+                if writing is not None:
+                    await writing
+                writing = asyncio.create_task(api.run(_write_all, temporary.fd, pieces))
+                pieces, pending = [], 0
+        if writing is not None:
+            await writing
+        await api.run(_write_all, temporary.fd, pieces)
+    finally:
+        if writing is not None and not writing.done():
+            # Its descriptor is closed next.
+            await asyncio.wait([writing])
+
+
+async def _pieces(call: Call, limit: int) -> AsyncIterator[bytes]:
+    """The body as it comes, all of it or an error."""
+    received = 0
+    chunks = faulty_chunks(call) if call.fault.touches_bodies else _chunks(call)
+    try:
         async for chunk in chunks:
             received += len(chunk)
             if received > limit:
                 raise _too_large(limit)
-            buffer += chunk
-            if len(buffer) >= _WRITE_BYTES:
-                full, buffer = buffer, bytearray()
-                await api.run(_write_all, temporary.fd, full)
+            yield chunk
     except (ClientError, HttpProcessingError, ConnectionError) as error:
         raise _broken_off() from error
     # With a chunked body the parser raises above when the last chunk is missing; a length is
     # compared here.
+    announced = call.request.content_length
     if announced is not None and received != announced:
         raise _broken_off()
-    if buffer:
-        await api.run(_write_all, temporary.fd, buffer)
 
 
 def file_headers(call: Call, info: FileInfo) -> dict[str, str]:
@@ -127,10 +181,20 @@ def _read(fd: int, span: ByteRange, *, cached: bool = False) -> bytearray:
     return body[:count]
 
 
-def _write_all(fd: int, data: bytearray) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+async def _chunks(call: Call) -> AsyncIterator[bytes]:
+    # Not `iter_any`, which copies what it has into one piece.
+    async for chunk, _is_end in call.request.content.iter_chunks():
+        yield chunk
+
+
+def _write_all(fd: int, pieces: list[bytes]) -> None:
+    left = [memoryview(piece) for piece in pieces]
+    while left:
+        count = os.writev(fd, left[:_MAX_VECTORS])
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
 
 
 def _broken_off() -> ApiError:

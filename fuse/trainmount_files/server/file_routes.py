@@ -6,11 +6,12 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from trainmount_files.server.bodies import file_headers, receive, send_file
+from trainmount_files.server.bodies import file_headers, send_file, store_body
 from trainmount_files.server.call import Api, Call, empty
 from trainmount_files.server.errors import ApiError, StorageError, already_exists, invalid
 from trainmount_files.server.paths import VolumePath, parse_volume_path
 from trainmount_files.server.presigned import Claims, parse_expire_time
+from trainmount_files.server.staging import Temporary
 
 __all__ = [
     "create_download_url",
@@ -24,17 +25,18 @@ __all__ = [
 
 async def put_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
     overwrite = call.overwrite()
-    await api.run(api.store.require_volume, path)
-    # Asked before the body comes, so that gigabytes are not sent for nothing; `publish` holds it
-    # against a race.
-    if not overwrite and await api.run(api.store.exists, path):
-        raise already_exists(str(path))
-    temporary = await api.run(api.staging.new_temporary)
-    try:
-        await receive(api, call, temporary)
-        await api.run(api.store.publish, temporary, path, overwrite=overwrite)
-    finally:
-        temporary.discard()
+
+    def begin() -> Temporary:
+        api.store.require_volume(path)
+        # Asked before a large body comes; `publish` holds it against a race.
+        if not overwrite and api.store.exists(path):
+            raise already_exists(str(path))
+        return api.staging.new_temporary()
+
+    def finish(temporary: Temporary) -> None:
+        api.store.publish(temporary, path, overwrite=overwrite)
+
+    await store_body(api, call, begin, finish)
     return empty()
 
 

@@ -9,12 +9,13 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from trainmount_files.server.bodies import receive
+from trainmount_files.server.bodies import store_body
 from trainmount_files.server.call import Api, Call, empty, read_json
 from trainmount_files.server.errors import ApiError, StorageError, already_exists, invalid
 from trainmount_files.server.multipart import MAX_PARTS, Part
 from trainmount_files.server.paths import VolumePath, parse_volume_path
 from trainmount_files.server.presigned import Claims, parse_expire_time
+from trainmount_files.server.staging import Temporary
 
 __all__ = [
     "abort_upload",
@@ -100,12 +101,10 @@ async def abort_upload(api: Api, call: Call, path: VolumePath) -> web.StreamResp
 
 
 async def _store_part(api: Api, call: Call, token: str, number: int) -> web.StreamResponse:
-    temporary = await api.run(api.staging.new_temporary)
-    try:
-        await receive(api, call, temporary)
-        etag = await api.run(api.uploads.put_part, token, number, temporary)
-    finally:
-        temporary.discard()
+    def finish(temporary: Temporary) -> str:
+        return api.uploads.put_part(token, number, temporary)
+
+    etag = await store_body(api, call, api.staging.new_temporary, finish)
     return web.Response(headers={"ETag": f'"{etag}"'})
 
 
