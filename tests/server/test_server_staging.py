@@ -12,52 +12,78 @@ import urllib3
 
 from trainmount_files.server import LocalServer, ServerSettings
 from trainmount_files.server.errors import ApiError
-from trainmount_files.server.multipart import UploadStore
 from trainmount_files.server.paths import parse_volume_path
 from trainmount_files.server.presigned import Signer
 from trainmount_files.server.staging import Staging
 from trainmount_files.server.store import DirectoryStore
+from trainmount_files.server.uploads import UploadFolders
 
 TOKEN = "dapi-token-of-the-tests"
 
 
-def test_a_sweep_takes_the_files_of_dead_writers_and_leaves_those_of_living_ones(
+def test_a_sweep_takes_the_files_of_dead_servers_and_leaves_those_of_living_ones(
     tmp_path: Path,
 ) -> None:
     staging = Staging(tmp_path, fsync=False)
-    old = time.time() - 3600
-    with staging.temporary() as living:
-        os.utime(living.fd, (old, old))
-        dead, fresh = (tmp_path / ".trainmount/temporary" / name for name in ("dead", "fresh"))
-        dead.touch()
-        os.utime(dead, (old, old))
-        fresh.touch()
+    folder = tmp_path / ".trainmount/temporary"
+    dead, half_made = folder / "dead", folder / "half-made.new"
+    for other in (dead, half_made):
+        other.mkdir()
+        (other / "lock").touch()
+    (dead / "file").write_bytes(bytes(100))
+    other = Staging(tmp_path, fsync=False)
+    with staging.temporary() as living, other.temporary() as living_too:
+        assert staging.staged_bytes() == 100
 
         assert staging.sweep() == 1
 
-        names = {path.name for path in dead.parent.iterdir()}
-        assert names == {living.name, "fresh"}
+        assert staging.staged_bytes() == 0
+        names = {path.name for path in folder.rglob("*")} - {"lock"}
+        assert {living.name, living_too.name, "half-made.new"} < names
+        assert "dead" not in names
+    other.close()
     staging.close()
+    assert [path.name for path in folder.iterdir()] == ["half-made.new"]
 
 
 def test_an_upload_that_is_too_old_is_gone(tmp_path: Path) -> None:
     staging = Staging(tmp_path, fsync=False)
     store = DirectoryStore(tmp_path, staging)
     store.create_volume("c.s.v")
-    uploads = UploadStore(
-        store, staging, Signer(staging.read_secret()), min_part_bytes=0, lifetime_seconds=100
-    )
+    uploads = UploadFolders(store, staging, Signer(staging.read_secret()), lifetime_seconds=100)
     path = parse_volume_path("/Volumes/c/s/v/f")
     token = uploads.initiate(path, overwrite=True)
-    uploads.require_open(token, path)
+    uploads.require_open(token, path, None)
     (folder,) = staging.uploads.iterdir()
+    (folder / "00001-part").write_bytes(bytes(100))
     old = time.time() - 101
     os.utime(folder, (old, old))
 
-    with pytest.raises(ApiError, match="not found"):
-        uploads.require_open(token, path)
+    with pytest.raises(ApiError, match="not found") as refused:
+        uploads.require_open(token, path, None)
+    assert refused.value.status == 404
     assert uploads.sweep() == 1
     assert list(staging.uploads.iterdir()) == []
+    store.close()
+    staging.close()
+
+
+def test_a_sweep_takes_what_a_killed_server_left_of_uploads_and_no_answer(tmp_path: Path) -> None:
+    staging = Staging(tmp_path, fsync=False)
+    store = DirectoryStore(tmp_path, staging)
+    store.create_volume("c.s.v")
+    uploads = UploadFolders(store, staging, Signer(staging.read_secret()), lifetime_seconds=100)
+    (staging.uploads / "0123.4567.old").mkdir()
+    uploads.initiate(parse_volume_path("/Volumes/c/s/v/f"), overwrite=True)
+    (complete,) = (folder for folder in staging.uploads.iterdir() if not folder.suffix)
+    (complete / "complete.json").write_text('{"etag": "x"}')
+    (complete / "00001-part").write_bytes(bytes(100))
+
+    uploads.sweep()
+
+    assert [folder.name for folder in staging.uploads.iterdir()] == [complete.name]
+    left = sorted(file.name for file in complete.iterdir())
+    assert left == ["complete.json", "upload.json"]
     store.close()
     staging.close()
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+<<<<<<< fuse/trainmount_files/server/bodies.py
+from typing import Final
+=======
 from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
 from typing import Final, TypeVar
+>>>>>>> /tmp/serverspeed/wc/fuse/trainmount_files/server/bodies.py
 
 from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from trainmount_files.server.body_faults import faulty_chunks, send_faulty
+from trainmount_files.server.body_faults import faulty_chunks, send_by_writes
 from trainmount_files.server.call import Api, Call
+from trainmount_files.server.conditions import FileInfo
 from trainmount_files.server.errors import ApiError
-from trainmount_files.server.ranges import parse_range, require_unmodified
+from trainmount_files.server.ranges import parse_range
 from trainmount_files.server.sending import send_span
 from trainmount_files.server.staging import Temporary
-from trainmount_files.server.store import FileInfo
 from trainmount_files.volume import MIB, ByteRange
 
 __all__ = ["file_headers", "send_file", "store_body"]
@@ -50,6 +54,10 @@ async def store_body(
         ApiError: 400 for a body that breaks off, 413 for one above the limit, or what the two
             functions raise; nothing of the body is left then.
     """
+<<<<<<< fuse/trainmount_files/server/bodies.py
+    limit = call.max_body_bytes(api.settings)
+=======
+>>>>>>> /tmp/serverspeed/wc/fuse/trainmount_files/server/bodies.py
     announced = call.request.content_length
     limit = api.settings.max_put_bytes
     if announced is not None and announced > limit:
@@ -121,15 +129,15 @@ async def _pieces(call: Call, limit: int) -> AsyncIterator[bytes]:
 def file_headers(call: Call, info: FileInfo) -> dict[str, str]:
     headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
     if not call.fault.no_last_modified:
-        headers["Last-Modified"] = formatdate(info.mtime_seconds, usegmt=True)
-    return headers
+        headers["Last-Modified"] = info.last_modified
+    return headers | call.validators(info.etag)
 
 
 async def send_file(api: Api, call: Call, fd: int, info: FileInfo, path: str) -> web.StreamResponse:
     """Answer with an open file or the part of it that was asked for. Closes `fd`."""
     try:
         request = call.request
-        require_unmodified(request.headers.get("If-Unmodified-Since"), info, path)
+        call.conditions.require_read(info, path)
         headers = file_headers(call, info)
         wanted = None
         if not call.fault.ignore_range:
@@ -153,8 +161,8 @@ async def _stream(
     response = web.StreamResponse(status=status, headers=headers)
     response.content_length = len(span)
     await response.prepare(call.request)
-    if call.fault.touches_bodies:
-        await send_faulty(call, response, fd, span)
+    if call.fault.touches_bodies or call.is_encrypted:
+        await send_by_writes(call, response, fd, span)
         return response
     try:
         sent = await send_span(api.senders, call.request, fd, span)

@@ -1,5 +1,5 @@
-"""Bodies on a bad day: cut short, or at a trickle. Only `bodies` calls it, and only for a request
-that has such a fault, so that the plain path stays free of both.
+"""Bodies on a bad day, cut short or at a trickle, and those that TLS has to see. Only `bodies`
+calls it, and only for such a request, so that the plain path stays free of all that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aiohttp import web
 from trainmount_files.server.call import Call
 from trainmount_files.volume import ByteRange
 
-__all__ = ["Pace", "faulty_chunks", "send_faulty"]
+__all__ = ["Pace", "faulty_chunks", "send_by_writes"]
 
 # Short enough that a slow body flows evenly, long enough to be worth a wake-up.
 _TICK_SECONDS: Final = 0.02
@@ -70,7 +70,9 @@ async def faulty_chunks(call: Call) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def send_faulty(call: Call, response: web.StreamResponse, fd: int, span: ByteRange) -> None:
+async def send_by_writes(
+    call: Call, response: web.StreamResponse, fd: int, span: ByteRange
+) -> None:
     """Send a span of an open file behind headers that announce all of it.
 
     Raises:

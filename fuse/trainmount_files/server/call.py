@@ -7,25 +7,34 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import web
 
+from trainmount_files.server.conditions import Conditions
 from trainmount_files.server.errors import ApiError, invalid
 from trainmount_files.server.faults import Fault
+from trainmount_files.server.grants import Caller
 from trainmount_files.server.multipart import UploadStore
 from trainmount_files.server.presigned import Signer
+from trainmount_files.server.resumable import ResumableStore
 from trainmount_files.server.settings import ServerSettings
 from trainmount_files.server.staging import Staging
 from trainmount_files.server.store import DirectoryStore
+from trainmount_files.server.uploads import UploadFolders
+from trainmount_files.volume import MIB
 
 __all__ = ["Api", "Call", "empty", "read_json"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# Files API 3.0 documents these.
+_MAX_PUT_BYTES_V3 = 5000 * MIB
+_MAX_PART_BYTES_V3 = 4000 * MIB
 
 # A complete with 10,000 parts is half a megabyte.
 _MAX_JSON_BYTES = 4 << 20
@@ -38,7 +47,9 @@ class Api:
     settings: ServerSettings
     store: DirectoryStore
     staging: Staging
+    upload_folders: UploadFolders
     uploads: UploadStore
+    resumables: ResumableStore
     signer: Signer
     threads: ThreadPoolExecutor
     senders: ThreadPoolExecutor
@@ -76,12 +87,39 @@ class Call:
     request: web.BaseRequest
     fault: Fault
 
+    caller: Caller
+    """Whose token came along."""
+
+    version: str = "2.0"
+    """Of the Files API, by the prefix of the URL."""
+
     @property
     def base_url(self) -> str:
         """As the client sees this server, so that signed URLs work through names and forwarded
         ports.
         """
         return f"{self.request.scheme}://{self.request.host}"
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether bytes that go to the socket directly would be no TLS."""
+        transport = self.request.transport
+        return transport is not None and transport.get_extra_info("sslcontext") is not None
+
+    @property
+    def conditions(self) -> Conditions:
+        return Conditions.of_headers(self.request.headers, version=self.version)
+
+    def max_body_bytes(self, settings: ServerSettings) -> int:
+        """The limit of one request's body: a file in one piece, or a part."""
+        if self.version == "2.0":
+            return settings.max_put_bytes
+        is_part = "part_number" in self.request.query
+        return min(settings.max_put_bytes, _MAX_PART_BYTES_V3 if is_part else _MAX_PUT_BYTES_V3)
+
+    def validators(self, etag: str) -> dict[str, str]:
+        """The headers that tell a version; 2.0 has none but `Last-Modified`."""
+        return {} if self.version == "2.0" else {"ETag": etag}
 
     def overwrite(self) -> bool:
         """The `overwrite` parameter; absent means true."""
@@ -91,8 +129,8 @@ class Call:
         return value == "true"
 
 
-def empty(status: int = 204) -> web.Response:
-    return web.Response(status=status)
+def empty(status: int = 204, *, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, headers=headers)
 
 
 async def read_json(request: web.BaseRequest) -> dict[str, Any]:

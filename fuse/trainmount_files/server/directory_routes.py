@@ -30,6 +30,6 @@ async def list_directory(api: Api, call: Call, path: VolumePath) -> web.StreamRe
     return web.json_response(page)
 
 
-async def remove_directory(api: Api, _call: Call, path: VolumePath) -> web.StreamResponse:
-    await api.run(api.store.remove_directory, path)
+async def remove_directory(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
+    await api.run(api.store.remove_directory, path, vanish=call.fault.vanish_parents)
     return empty()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +20,15 @@ from aiohttp import web
 
 from trainmount_files.server.call import Api
 from trainmount_files.server.faults import Fault, FaultPlan, Faults
+from trainmount_files.server.grants import Callers, load_grants
 from trainmount_files.server.multipart import UploadStore
 from trainmount_files.server.presigned import Signer
+from trainmount_files.server.resumable import ResumableStore
 from trainmount_files.server.service import Service
 from trainmount_files.server.settings import ServerSettings
 from trainmount_files.server.staging import Staging
 from trainmount_files.server.store import DirectoryStore
+from trainmount_files.server.uploads import UploadFolders
 
 __all__ = ["LocalServer", "Running", "StartError", "serving"]
 
@@ -58,16 +62,20 @@ async def serving(settings: ServerSettings) -> AsyncIterator[Running]:
     Raises:
         StartError: the directory is missing or not writable, the port is taken.
         FaultError: the file of faults is malformed.
+        GrantError: the file of grants is malformed.
     """
     directory = settings.directory
     if not directory.is_dir():
         raise StartError(f"{directory} is not a directory; create it or name another")
     faults = Faults(settings.faults)
+    callers = Callers(settings.token, load_grants(settings.grants) if settings.grants else ())
     async with contextlib.AsyncExitStack() as stack:
         try:
             staging = Staging(directory, fsync=settings.fsync)
             stack.callback(staging.close)
-            store = DirectoryStore(directory, staging)
+            store = DirectoryStore(
+                directory, staging, implicit_directories=settings.implicit_directories
+            )
             stack.callback(store.close)
             for name in settings.volumes:
                 store.create_volume(name)
@@ -78,15 +86,21 @@ async def serving(settings: ServerSettings) -> AsyncIterator[Running]:
         stack.callback(threads.shutdown)
         senders = ThreadPoolExecutor(settings.num_senders, thread_name_prefix="files-api-body")
         stack.callback(senders.shutdown)
-        uploads = UploadStore(
+        folders = UploadFolders(
+            store, staging, signer, lifetime_seconds=settings.upload_lifetime_seconds
+        )
+        api = Api(
+            settings,
             store,
             staging,
+            folders,
+            UploadStore(folders, store, staging, min_part_bytes=settings.min_part_bytes),
+            ResumableStore(folders, store, staging),
             signer,
-            min_part_bytes=settings.min_part_bytes,
-            lifetime_seconds=settings.upload_lifetime_seconds,
+            threads,
+            senders,
         )
-        api = Api(settings, store, staging, uploads, signer, threads, senders)
-        service = Service(api, faults)
+        service = Service(api, callers, faults)
         url = await _listen(settings, service, stack)
         sweeper = asyncio.create_task(_sweep(api))
         stack.callback(sweeper.cancel)
@@ -100,7 +114,8 @@ async def _listen(
     runner = web.ServerRunner(server, shutdown_timeout=_STOP_SECONDS)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    site = web.TCPSite(runner, settings.host, settings.port, backlog=1024)
+    tls = _tls_context(settings)
+    site = web.TCPSite(runner, settings.host, settings.port, backlog=1024, ssl_context=tls)
     try:
         await site.start()
     except OSError as error:
@@ -111,13 +126,26 @@ async def _listen(
         ) from None
     host, port = runner.addresses[0][:2]
     shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}"
+    return f"{'http' if tls is None else 'https'}://{shown}:{port}"
+
+
+def _tls_context(settings: ServerSettings) -> ssl.SSLContext | None:
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if certificate is None or key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:  # what is wrong with their content is one too
+        reason = error.strerror or str(error)
+        raise StartError(f"{certificate} and {key} are no certificate and key: {reason}") from None
+    return context
 
 
 async def _sweep(api: Api) -> None:
     while True:
         try:
-            removed = await api.run(lambda: api.staging.sweep() + api.uploads.sweep())
+            removed = await api.run(lambda: api.staging.sweep() + api.upload_folders.sweep())
             if removed:
                 _log.info(
                     "Removed what dead writers and old uploads had left", extra={"count": removed}

@@ -8,7 +8,9 @@ from aiohttp import web
 
 from trainmount_files.server.bodies import file_headers, send_file, store_body
 from trainmount_files.server.call import Api, Call, empty
-from trainmount_files.server.errors import ApiError, StorageError, already_exists, invalid
+from trainmount_files.server.endpoints import describe_endpoints
+from trainmount_files.server.errors import ApiError, StorageError, invalid
+from trainmount_files.server.grants import READ_VOLUME
 from trainmount_files.server.paths import VolumePath, parse_volume_path
 from trainmount_files.server.presigned import Claims, parse_expire_time
 from trainmount_files.server.staging import Temporary
@@ -18,12 +20,26 @@ __all__ = [
     "delete_file",
     "get_file",
     "head_file",
+    "list_endpoints",
     "presigned_get",
     "put_file",
 ]
 
 
 async def put_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
+<<<<<<< fuse/trainmount_files/server/file_routes.py
+    overwrite, conditions = call.overwrite(), call.conditions
+    await api.run(api.store.require_writable, path, overwrite=overwrite, conditions=conditions)
+    temporary = await api.run(api.staging.new_temporary)
+    try:
+        await receive(api, call, temporary)
+        info = await api.run(
+            api.store.publish, temporary, path, overwrite=overwrite, conditions=(conditions,)
+        )
+    finally:
+        temporary.discard()
+    return empty(headers=call.validators(info.etag))
+=======
     overwrite = call.overwrite()
 
     def begin() -> Temporary:
@@ -38,6 +54,7 @@ async def put_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse
 
     await store_body(api, call, begin, finish)
     return empty()
+>>>>>>> /tmp/serverspeed/wc/fuse/trainmount_files/server/file_routes.py
 
 
 async def get_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
@@ -47,12 +64,14 @@ async def get_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse
 
 async def head_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
     info = await api.run_cached(api.store.stat_file, path)
+    call.conditions.require_read(info, str(path))
     headers = file_headers(call, info) | {"Content-Length": str(info.size_bytes)}
     return web.Response(headers=headers)
 
 
-async def delete_file(api: Api, _call: Call, path: VolumePath) -> web.StreamResponse:
-    await api.run(api.store.delete_file, path)
+async def delete_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
+    vanish = call.fault.vanish_parents
+    await api.run(api.store.delete_file, path, call.conditions, vanish=vanish)
     return empty()
 
 
@@ -61,10 +80,21 @@ async def create_download_url(api: Api, call: Call) -> web.StreamResponse:
     if not text:
         raise invalid("path must be given")
     path = parse_volume_path(text)
+    call.caller.require(READ_VOLUME, path.volume_names)
     await api.run_cached(api.store.stat_file, path)
-    expires_at = parse_expire_time(call.request.query.get("expire_time"))
+    expires_at = parse_expire_time(
+        call.request.query.get("expire_time"), api.settings.max_url_lifetime_seconds
+    )
     url = api.signer.sign(Claims("get", str(path)), expires_at)
     return web.json_response({"url": call.base_url + quote(url), "headers": []})
+
+
+async def list_endpoints(api: Api, call: Call) -> web.StreamResponse:
+    settings, request = api.settings, call.request
+    document = describe_endpoints(
+        settings.endpoints, scheme=request.scheme, host=request.host, resumable=settings.resumable
+    )
+    return web.json_response(document)
 
 
 async def presigned_get(api: Api, call: Call, claims: Claims) -> web.StreamResponse:

@@ -29,6 +29,10 @@ class VolumePath:
         return (self.catalog, self.schema, self.volume, *self.names)
 
     @property
+    def volume_names(self) -> tuple[str, str, str]:
+        return self.catalog, self.schema, self.volume
+
+    @property
     def is_root(self) -> bool:
         return not self.names
 

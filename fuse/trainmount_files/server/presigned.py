@@ -25,7 +25,6 @@ PREFIX: Final = "/presigned/"
 """Not below `/api/`, as an object store has another host."""
 
 _DEFAULT_LIFETIME_SECONDS: Final = 3600.0
-_MAX_LIFETIME_SECONDS: Final = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Claims:
     """What a URL allows."""
 
     action: str
-    """`get`, `put` or `abort`."""
+    """`get`, `put`, `resume` or `abort`."""
 
     target: str
     """The path of a file to get, or the token of an upload."""
@@ -76,20 +75,20 @@ class Signer:
         return Claims(action, target, part_number)
 
 
-def parse_expire_time(text: object) -> float:
-    """Seconds since the epoch from an RFC 3339 time; an hour from now without one, a week at
-    most.
+def parse_expire_time(text: object, max_lifetime_seconds: float) -> float:
+    """Seconds since the epoch from an RFC 3339 time; an hour from now without one, and never later
+    than the longest lifetime.
     """
     now = time.time()
     if text is None or text == "":
-        return now + _DEFAULT_LIFETIME_SECONDS
+        return now + min(_DEFAULT_LIFETIME_SECONDS, max_lifetime_seconds)
     try:
         moment = datetime.fromisoformat(str(text))
     except ValueError:
         raise invalid(f"expire_time must be an RFC 3339 time, got {text}") from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return min(moment.timestamp(), now + _MAX_LIFETIME_SECONDS)
+    return min(moment.timestamp(), now + max_lifetime_seconds)
 
 
 def _decode(payload: str) -> tuple[str, str, int, float]:

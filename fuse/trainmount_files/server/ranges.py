@@ -1,20 +1,16 @@
-"""The two conditional headers of a read: `Range` and `If-Unmodified-Since`. Pure; used by
-`file_routes`.
-"""
+"""The header `Range` of a read. Pure; used by `bodies`."""
 
 from __future__ import annotations
 
 import re
-from email.utils import parsedate_to_datetime
 from typing import Final
 
 from trainmount_files.server.errors import ApiError
-from trainmount_files.server.store import FileInfo
 from trainmount_files.volume import ByteRange
 
-__all__ = ["parse_range", "require_unmodified"]
+__all__ = ["parse_range"]
 
-_RANGE: Final = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
+_RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
 def parse_range(header: str | None, size_bytes: int) -> ByteRange | None:
@@ -44,15 +40,3 @@ def parse_range(header: str | None, size_bytes: int) -> ByteRange | None:
         message = f"The range begins past the end of the file of {size_bytes} bytes."
         raise ApiError(416, "INVALID_PARAMETER_VALUE", message, headers=headers)
     return ByteRange(start, end)
-
-
-def require_unmodified(header: str | None, info: FileInfo, path: str) -> None:
-    """Raises ApiError 412 if the file changed after the moment in the header, to the second."""
-    if not header:
-        return
-    try:
-        moment = parsedate_to_datetime(header)
-    except (TypeError, ValueError):
-        return
-    if info.mtime_seconds > moment.timestamp():
-        raise ApiError(412, "PRECONDITION_FAILED", f"The file has changed since {header}: {path}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from trainmount_files.server.cached_open import open_cached
@@ -23,12 +23,19 @@ _FILE_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 @contextlib.contextmanager
 def open_directory(
-    root_fd: int, names: Sequence[str], *, create_from: int | None = None, cached: bool = False
+    root_fd: int,
+    names: Sequence[str],
+    *,
+    create_from: int | None = None,
+    cached: bool = False,
+    before: Callable[[int, str], None] | None = None,
+    made: Callable[[int], None] | None = None,
 ) -> Iterator[int]:
     """The descriptor of the directory `names` below `root_fd`, for as long as the block lasts.
 
     With `create_from`, directories are made from that index of `names` on. With `cached`, it does
-    not wait for the disk and raises OSError where it would have to.
+    not wait for the disk and raises OSError where it would have to. `before` is called with each
+    name and the descriptor of its parent, `made` with the descriptor of each new directory.
 
     Raises:
         FileNotFoundError: a name is not there.
@@ -38,6 +45,9 @@ def open_directory(
     fd = os.dup(root_fd)
     try:
         for index, name in enumerate(names):
+            if before is not None:
+                before(fd, name)
+            is_new = False
             try:
                 next_fd = open_at(name, _DIRECTORY_FLAGS, dir_fd=fd)
             except FileNotFoundError:
@@ -45,9 +55,12 @@ def open_directory(
                     raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, 0o777, dir_fd=fd)
+                    is_new = True
                 next_fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=fd)
             os.close(fd)
             fd = next_fd
+            if is_new and made is not None:
+                made(fd)
         yield fd
     finally:
         os.close(fd)

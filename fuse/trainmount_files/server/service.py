@@ -9,28 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
+import functools
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from aiohttp import web
 
-from trainmount_files.server import directory_routes, file_routes, unity_catalog, upload_routes
+from trainmount_files.server import (
+    directory_routes,
+    file_routes,
+    resumable_routes,
+    upload_routes,
+)
 from trainmount_files.server.call import Api, Call, read_json
 from trainmount_files.server.errors import ApiError, ServerError, StorageError, expired_url
 from trainmount_files.server.faults import NO_FAULT, Fault, FaultError, Faults, parse_faults
+from trainmount_files.server.grants import (
+    FULL_RIGHTS,
+    READ_VOLUME,
+    WRITE_VOLUME,
+    Caller,
+    Callers,
+)
 from trainmount_files.server.paths import VolumePath, decode_target, parse_volume_path
 from trainmount_files.server.presigned import PREFIX
+from trainmount_files.server.unity_catalog import UnityCatalog, is_unity_catalog
 
 __all__ = ["Service"]
 
 _log = logging.getLogger(__name__)
 
-_FILES: Final = "/api/2.0/fs/files"
-_DIRECTORIES: Final = "/api/2.0/fs/directories"
-_CATALOG: Final = "/api/2.1/unity-catalog/"
+_PATH_TARGET: Final = re.compile(r"/api/([23]\.0)/fs/(files|directories)(/.*)", re.DOTALL)
 
 PathHandler = Callable[[Api, Call, VolumePath], Awaitable[web.StreamResponse]]
 PlainHandler = Callable[[Api, Call], Awaitable[web.StreamResponse]]
@@ -52,15 +64,31 @@ _DIRECTORY_ROUTES: Final[dict[str, PathHandler]] = {
     "HEAD": directory_routes.head_directory,
     "DELETE": directory_routes.remove_directory,
 }
+# All others change something.
+_READS: Final[frozenset[PathHandler]] = frozenset(
+    {
+        file_routes.get_file,
+        file_routes.head_file,
+        directory_routes.head_directory,
+        directory_routes.list_directory,
+    }
+)
 _PLAIN_ROUTES: Final[dict[tuple[str, str], PlainHandler]] = {
     ("POST", "/api/2.0/fs/create-download-url"): file_routes.create_download_url,
     ("POST", "/api/2.0/fs/create-upload-part-urls"): upload_routes.create_upload_part_urls,
     ("POST", "/api/2.0/fs/create-abort-upload-url"): upload_routes.create_abort_upload_url,
+    (
+        "POST",
+        "/api/2.0/fs/create-resumable-upload-url",
+    ): resumable_routes.create_resumable_upload_url,
+    ("GET", "/api/2.0/fs/endpoints"): file_routes.list_endpoints,
 }
 _PRESIGNED_ROUTES: Final = {
     ("get", "GET"): file_routes.presigned_get,
     ("put", "PUT"): upload_routes.presigned_put,
     ("abort", "DELETE"): upload_routes.presigned_abort,
+    ("resume", "PUT"): resumable_routes.presigned_resumable,
+    ("resume", "DELETE"): upload_routes.presigned_abort,
 }
 
 
@@ -69,8 +97,9 @@ class Service:
     thread.
     """
 
-    def __init__(self, api: Api, faults: Faults) -> None:
+    def __init__(self, api: Api, callers: Callers, faults: Faults) -> None:
         self._api = api
+        self._callers = callers
         self.faults = faults
         self._counts: Counter[str] = Counter()
 
@@ -101,7 +130,7 @@ class Service:
         """
         return {
             "requests": dict(self._counts),
-            "open_uploads": self._api.uploads.count_open(),
+            "open_uploads": self._api.upload_folders.count_open(),
             "staged_bytes": self._api.staging.staged_bytes(),
         }
 
@@ -111,31 +140,30 @@ class Service:
         if target == "/.well-known/databricks-config":
             # Asked by every SDK at start, without a token; nothing to discover.
             return web.json_response({})
-        self._authenticate(request)
-        if target.startswith("/admin/") and self._api.settings.admin:
-            return await self._admin(request, target)
+        caller = self._authenticate(request)
+        if match := _PATH_TARGET.fullmatch(target):
+            version, kind, raw_path = match.groups()
+            handler = _path_route(request, kind)
+            path = parse_volume_path(decode_target(raw_path))
+            privilege = READ_VOLUME if handler in _READS else WRITE_VOLUME
+            caller.require(privilege, path.volume_names)
+            return await self._run(
+                handler.__name__,
+                str(path),
+                functools.partial(Call, request, caller=caller, version=version),
+                lambda call: handler(self._api, call, path),
+            )
         plain = _PLAIN_ROUTES.get((request.method, target))
         if plain is not None:
+            make_call = functools.partial(Call, request, caller=caller)
             return await self._run(
-                plain.__name__, target, request, lambda call: plain(self._api, call)
+                plain.__name__, target, make_call, lambda call: plain(self._api, call)
             )
-        if target.startswith(_FILES + "/"):
-            handler = _file_route(request)
-            return await self._run_on_path(handler, request, target.removeprefix(_FILES))
-        if target.startswith(_DIRECTORIES + "/"):
-            handler = _known(_DIRECTORY_ROUTES.get(request.method), request)
-            return await self._run_on_path(handler, request, target.removeprefix(_DIRECTORIES))
-        if request.method == "GET":
-            return await self._unity_catalog(request, target)
+        if target.startswith("/admin/") and self._api.settings.admin:
+            return await self._admin(request, target, caller)
+        if is_unity_catalog(target):
+            return await self._unity_catalog(request, target, caller)
         raise _no_route(request)
-
-    async def _run_on_path(
-        self, handler: PathHandler, request: web.BaseRequest, raw_path: str
-    ) -> web.StreamResponse:
-        path = parse_volume_path(decode_target(raw_path))
-        return await self._run(
-            handler.__name__, str(path), request, lambda call: handler(self._api, call, path)
-        )
 
     async def _presigned(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
         if "Authorization" in request.headers:
@@ -149,47 +177,42 @@ class Service:
                 403, "SignatureDoesNotMatch", "The URL was signed for another method."
             )
         path = claims.target if claims.action == "get" else ""
+        make_call = functools.partial(Call, request, caller=FULL_RIGHTS)
         return await self._run(
-            handler.__name__, path, request, lambda call: handler(self._api, call, claims)
+            handler.__name__, path, make_call, lambda call: handler(self._api, call, claims)
         )
 
-    async def _unity_catalog(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
-        store, query = self._api.store, request.query
-        if target == "/api/2.0/preview/scim/v2/Me":
-            return web.json_response(unity_catalog.describe_caller())
-        name = target.removeprefix(_CATALOG)
-        listings = {
-            "catalogs": unity_catalog.list_catalogs,
-            "schemas": unity_catalog.list_schemas,
-            "volumes": unity_catalog.list_volumes,
-        }
-        if target.startswith(_CATALOG) and name in listings:
-            listing = listings[name]
+    async def _unity_catalog(
+        self, request: web.BaseRequest, target: str, caller: Caller
+    ) -> web.StreamResponse:
+        catalog = UnityCatalog(self._api.store, self._callers)
 
-            async def answer(_call: Call) -> web.StreamResponse:
-                return web.json_response(await self._api.run(listing, store, query))
-
-            return await self._run("unity_catalog", target, request, answer)
-        if target.startswith(_CATALOG + "volumes/"):
-            full_name = decode_target(name.removeprefix("volumes/"))
-            return web.json_response(
-                await self._api.run(unity_catalog.get_volume, store, full_name)
+        async def answer(_call: Call) -> web.StreamResponse:
+            document = await self._api.run(
+                catalog.answer, caller, request.method, target, request.query
             )
-        raise _no_route(request)
+            if document is None:
+                raise _no_route(request)
+            return web.json_response(document)
+
+        make_call = functools.partial(Call, request, caller=caller)
+        return await self._run("unity_catalog", target, make_call, answer)
 
     async def _run(
         self,
         route: str,
         path: str,
-        request: web.BaseRequest,
+        make_call: Callable[..., Call],
         answer: Callable[[Call], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Call a route, or what its fault makes of it."""
         self._counts[route] += 1
         fault = self.faults.take(route, path)
+        call = make_call(fault=fault)
+        request = call.request
         if fault is NO_FAULT:
             await _continue(request)
-            return await answer(Call(request, fault))
+            return await answer(call)
         if fault.latency_ms:
             await asyncio.sleep(fault.latency_ms / 1000)
         if fault.expired_url:
@@ -197,7 +220,7 @@ class Service:
         if fault.status is not None and not fault.lose_reply:
             return _injected(request, fault)
         await _continue(request)
-        response = await answer(Call(request, fault))
+        response = await answer(call)
         if not fault.lose_reply:
             return response
         if fault.status is not None:
@@ -206,7 +229,12 @@ class Service:
             request.transport.close()
         raise ConnectionResetError("the reply was lost by a fault")
 
-    async def _admin(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
+    async def _admin(
+        self, request: web.BaseRequest, target: str, caller: Caller
+    ) -> web.StreamResponse:
+        if not caller.is_admin:
+            message = f"User '{caller.user}' may not use the admin routes."
+            raise ApiError(403, "PERMISSION_DENIED", message)
         if (request.method, target) == ("GET", "/admin/statistics"):
             return web.json_response(await self._api.run(self.statistics))
         if (request.method, target) == ("PUT", "/admin/faults"):
@@ -217,12 +245,14 @@ class Service:
             return web.json_response({})
         raise _no_route(request)
 
-    def _authenticate(self, request: web.BaseRequest) -> None:
-        expected = f"Bearer {self._api.settings.token}".encode()
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(expected, given):
-            message = "The token is missing." if not given else "The token is not valid."
+    def _authenticate(self, request: web.BaseRequest) -> Caller:
+        given = request.headers.get("Authorization", "")
+        scheme, _, token = given.partition(" ")
+        caller = self._callers.find(token) if scheme == "Bearer" and token else None
+        if caller is None:
+            message = "The token is not valid." if given else "The token is missing."
             raise ApiError(401, "UNAUTHENTICATED", message)
+        return caller
 
     def _unplanned(self, request: web.BaseRequest, target: str) -> web.Response:
         # The path of a presigned URL is a credential.
@@ -233,15 +263,16 @@ class Service:
         )
 
 
-def _file_route(request: web.BaseRequest) -> PathHandler:
-    if request.method == "POST":
-        return _known(_UPLOAD_ROUTES.get(request.query.get("action", "")), request)
-    if request.method == "PUT" and "part_number" in request.query:
-        return upload_routes.put_part
-    return _known(_FILE_ROUTES.get(request.method), request)
-
-
-def _known(handler: PathHandler | None, request: web.BaseRequest) -> PathHandler:
+def _path_route(request: web.BaseRequest, kind: str) -> PathHandler:
+    method, query = request.method, request.query
+    if kind == "directories":
+        handler = _DIRECTORY_ROUTES.get(method)
+    elif method == "POST":
+        handler = _UPLOAD_ROUTES.get(query.get("action", ""))
+    elif method == "PUT" and "part_number" in query:
+        handler = upload_routes.put_part
+    else:
+        handler = _FILE_ROUTES.get(method)
     if handler is None:
         raise _no_route(request)
     return handler
@@ -254,7 +285,7 @@ def _no_route(request: web.BaseRequest) -> ApiError:
 
 def _api_error(request: web.BaseRequest, error: ServerError) -> web.Response:
     headers = error.headers if isinstance(error, ApiError) else {}
-    if request.method == "HEAD" or not isinstance(error, ApiError):
+    if request.method == "HEAD" or error.status == 304 or not isinstance(error, ApiError):
         return web.Response(status=error.status, headers=headers)
     return web.json_response(error.to_json(), status=error.status, headers=headers)
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import secrets
+import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +25,17 @@ __all__ = ["FOLDER", "Staging", "Temporary"]
 
 FOLDER: Final = ".trainmount"
 
-# A file without a living writer is swept only after this time: between `open` and `flock` of a new
-# one it looks dead.
+# A process's folder is made under another name first; one that is this old was left half-made.
 _GRACE_SECONDS: Final = 60.0
+_NEW: Final = ".new"
+
+# Writers of one path wait for each other, those of others rarely.
+_NUM_LOCKS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """A file in the making. Locked while its writer lives, so that a sweep knows the dead ones."""
+    """A file in the making."""
 
     fd: int
     name: str
@@ -45,19 +51,30 @@ class Temporary:
 class Staging:
     """Owns `.trainmount` below a served directory. Any thread; several servers may share one
     directory.
+
+    `temporary/<process>/` holds one server's files in the making and a `lock`, which the kernel
+    releases however the server ends: so a sweep knows at once what the dead have left.
     """
 
     def __init__(self, directory: Path, *, fsync: bool) -> None:
         self.path = directory / FOLDER
         self._fsync = fsync
-        temporaries = self.path / "temporary"
+        self._temporaries = self.path / "temporary"
+        self._locks = self.path / "locks"
         self.uploads = self.path / "uploads"
-        for folder in (self.path, temporaries, self.uploads):
+        for folder in (self.path, self._temporaries, self._locks, self.uploads):
             folder.mkdir(mode=0o700, exist_ok=True)
-        self._temporary_fd = os.open(temporaries, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._own = self._temporaries / secrets.token_hex(16)
+        self._lock_fd = _make_locked_folder(self._own)
+        self._own_fd = os.open(self._own, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        os.close(self._temporary_fd)
+        """Give the folder up; what is in it goes now or with another server's sweep."""
+        shutil.rmtree(self._own, ignore_errors=True)
+        os.close(self._own_fd)
+        # Not by closing alone: a child that was forked meanwhile holds the same lock.
+        fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        os.close(self._lock_fd)
 
     def read_secret(self) -> bytes:
         """The key that signs URLs and upload tokens; made once, so that both outlive a restart."""
@@ -89,9 +106,18 @@ class Staging:
         """A new empty file; the caller discards it."""
         name = secrets.token_hex(16)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o666, dir_fd=self._temporary_fd)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        return Temporary(fd, name, self._temporary_fd)
+        return Temporary(os.open(name, flags, 0o666, dir_fd=self._own_fd), name, self._own_fd)
+
+    @contextlib.contextmanager
+    def locked(self, path: str) -> Iterator[None]:
+        """Hold the lock of a path of the wire against every server of the directory."""
+        number = zlib.crc32(path.encode()) % _NUM_LOCKS
+        fd = os.open(self._locks / f"{number:02d}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
     def sync(self, fd: int) -> None:
         """Bring a file or directory to the disk, if the settings ask for it."""
@@ -99,30 +125,48 @@ class Staging:
             os.fsync(fd)
 
     def sweep(self) -> int:
-        """Remove the files of writers that are dead; returns how many."""
+        """Remove the folders of servers that are dead; returns how many."""
         removed = 0
-        for name in os.listdir(self._temporary_fd):  # noqa: PTH208  a descriptor, not a path
+        for folder in self._temporaries.iterdir():
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
-                removed += self._sweep_one(name)
+                if folder != self._own and _is_abandoned(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed += 1
         return removed
-
-    def _sweep_one(self, name: str) -> int:
-        fd = os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._temporary_fd)
-        try:
-            if time.time() - os.fstat(fd).st_mtime < _GRACE_SECONDS:
-                return 0
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(name, dir_fd=self._temporary_fd)
-            return 1
-        finally:
-            os.close(fd)
 
     def staged_bytes(self) -> int:
         """What files in the making hold on disk just now, parts of uploads included."""
         total = 0
-        for folder, _, names in os.walk(self.path):
+        for folder, _, names in itertools.chain(os.walk(self._temporaries), os.walk(self.uploads)):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    if not name.startswith("secret") and not name.endswith(".json"):
+                    if name not in ("lock", "published") and not name.endswith(".json"):
                         total += os.stat(os.path.join(folder, name)).st_size  # noqa: PTH116, PTH118
         return total
+
+
+def _make_locked_folder(folder: Path) -> int:
+    """Returns the descriptor that holds the folder's lock."""
+    half_made = folder.with_suffix(_NEW)
+    half_made.mkdir(mode=0o700)
+    fd = os.open(half_made / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    half_made.rename(folder)
+    return fd
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Raises BlockingIOError while its server lives."""
+    try:
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        fd = None  # in the making, or on its way out
+    if fd is None or folder.suffix == _NEW:
+        if fd is not None:
+            os.close(fd)
+        return time.time() - folder.stat().st_mtime > _GRACE_SECONDS
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(fd)
+    return True

@@ -10,10 +10,13 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from trainmount_files.server.conditions import UNCONDITIONAL, Conditions, FileInfo, file_info
 from trainmount_files.server.errors import (
     ApiError,
     already_exists,
@@ -21,27 +24,19 @@ from trainmount_files.server.errors import (
     file_not_found,
     invalid,
 )
+from trainmount_files.server.folding import FoldedNameError, Folding
+from trainmount_files.server.implicit import is_implicit, mark_explicit, mark_implicit, probe_marks
 from trainmount_files.server.paths import VolumePath
 from trainmount_files.server.resolution import open_directory, open_regular, stat_regular
 from trainmount_files.server.settings import parse_volume_name
 from trainmount_files.server.staging import Staging, Temporary
 
-__all__ = ["DirectoryStore", "Entry", "FileInfo"]
+__all__ = ["DirectoryStore", "Entry"]
 
-_VOLUME_DEPTH = 3
+_VOLUME_DEPTH: Final = 3
 
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """A regular file at one moment."""
-
-    size_bytes: int
-    mtime_ns: int
-
-    @property
-    def mtime_seconds(self) -> int:
-        """Cut, not rounded: what `Last-Modified` can say."""
-        return self.mtime_ns // 1_000_000_000
+# A directory can go between its opening and the new name in it; it is made again.
+_PUBLISH_TRIES: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +50,22 @@ class Entry:
 class DirectoryStore:
     """A directory of `catalog/schema/volume` trees. Any thread."""
 
-    def __init__(self, directory: Path, staging: Staging) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        staging: Staging,
+        *,
+        implicit_directories: bool = False,
+        folding: Folding | None = None,
+    ) -> None:
+        """For `implicit_directories` see `ServerSettings`; OSError if the disk cannot do it."""
+        if implicit_directories:
+            probe_marks(staging.path)
         self._root_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._staging = staging
+        self._made_by_file = mark_implicit if implicit_directories else None
+        self._implicit = implicit_directories
+        self._folding = folding or Folding.probe(staging.path)
 
     def close(self) -> None:
         os.close(self._root_fd)
@@ -103,19 +111,29 @@ class DirectoryStore:
         """
         with self._parent(path, file_not_found(str(path)), cached=cached) as fd:
             file_fd = open_regular(fd, path.names[-1], cached=cached)
-        return file_fd, _info(os.fstat(file_fd))
+        return file_fd, file_info(os.fstat(file_fd))
 
     def stat_file(self, path: VolumePath, *, cached: bool = False) -> FileInfo:
         with self._parent(path, file_not_found(str(path)), cached=cached) as fd:
-            return _info(stat_regular(fd, path.names[-1], cached=cached))
+            return file_info(stat_regular(fd, path.names[-1], cached=cached))
 
-    def delete_file(self, path: VolumePath) -> None:
-        with self._parent(path, file_not_found(str(path))) as fd:
-            status = os.stat(path.names[-1], dir_fd=fd, follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode):
-                raise FileNotFoundError(path.names[-1])
+    def delete_file(
+        self, path: VolumePath, conditions: Conditions = UNCONDITIONAL, *, vanish: bool = False
+    ) -> None:
+        """With `vanish`, directories above that become empty go too, whoever made them.
+
+        Raises:
+            ApiError: 404 for anything but a file, 412 for another version than the conditions'.
+        """
+        with (
+            self._parent(path, file_not_found(str(path)), exact=True) as fd,
+            self._staging.locked(str(path)),
+        ):
+            info = file_info(stat_regular(fd, path.names[-1]))
+            conditions.require_write(info, str(path))
             os.unlink(path.names[-1], dir_fd=fd)
             self._staging.sync(fd)
+        self._prune(path, everything=vanish)
 
     def exists(self, path: VolumePath) -> bool:
         """Whether anything at all is at `path`."""
@@ -128,39 +146,76 @@ class DirectoryStore:
             raise
         return True
 
-    def publish(self, temporary: Temporary, path: VolumePath, *, overwrite: bool) -> None:
+    def require_writable(
+        self, path: VolumePath, *, overwrite: bool, conditions: Conditions
+    ) -> None:
+        """Asked before the bytes come, so that none are sent for nothing; `publish` holds it all
+        against a race. Raises ApiError as that does.
+        """
+        self.require_volume(path)
+        if not overwrite and self.exists(path):
+            raise already_exists(str(path))
+        if conditions.are_of_writes:
+            try:
+                current = self.stat_file(path)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                current = None
+            conditions.require_write(current, str(path))
+
+    def publish(
+        self,
+        temporary: Temporary,
+        path: VolumePath,
+        *,
+        overwrite: bool,
+        conditions: Sequence[Conditions] = (),
+    ) -> FileInfo:
         """Give a finished file its name in one step, parents included; the name shows the old file
         or all of the new.
 
         Raises:
-            ApiError: 409 for `overwrite=False` over anything, 400 over a directory or below a file.
+            ApiError: 409 for `overwrite=False` over anything, 400 over a directory or below a file,
+            412 over another version than that of the conditions.
         """
         if path.is_root:
             raise invalid(f"The path of a file must be below a volume: {path}")
         self.require_volume(path)
         # The time of publishing, not of writing: a version that is seen later never has the earlier
         # time, on which the guard of `If-Unmodified-Since` stands.
-        os.utime(temporary.fd)
+        now = time.time_ns()
+        os.utime(temporary.fd, ns=(now, now))
         self._staging.sync(temporary.fd)
-        with self._new_parent(path) as fd:
-            self._link(temporary, fd, path, overwrite=overwrite)
-            self._staging.sync(fd)
+        for _ in range(_PUBLISH_TRIES):
+            with contextlib.suppress(FileNotFoundError), self._new_parent(path) as fd:
+                with self._staging.locked(str(path)):
+                    _require(conditions, fd, path)
+                    self._link(temporary, fd, path, overwrite=overwrite)
+                self._staging.sync(fd)
+                return file_info(os.fstat(temporary.fd))
+        raise ApiError(409, "ABORTED", f"The directory was removed time and again: {path}")
 
     def _link(self, temporary: Temporary, fd: int, path: VolumePath, *, overwrite: bool) -> None:
         name = path.names[-1]
         places = {"src_dir_fd": temporary.directory_fd, "dst_dir_fd": fd}
         try:
+            self._folding.require_exact(fd, name)
             if overwrite:
                 os.replace(temporary.name, name, **places)  # noqa: PTH105  by descriptors
             else:
                 # A link fails on an existing name, whoever made it and however close the race.
                 os.link(temporary.name, name, **places, follow_symlinks=False)
+        except FoldedNameError:
+            raise _folded(path) from None
         except FileExistsError:
             raise already_exists(str(path)) from None
         except IsADirectoryError:
             raise invalid(
                 f"A directory is at the path: {path}", reason="FILES_API_PATH_IS_DIRECTORY"
             ) from None
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise _name_error(error, path) from error
 
@@ -181,17 +236,27 @@ class DirectoryStore:
         """Make it and its parents; one that is there is fine."""
         self.require_volume(path)
         try:
-            with open_directory(self._root_fd, path.all_names, create_from=_VOLUME_DEPTH) as fd:
+            with open_directory(
+                self._root_fd,
+                path.all_names,
+                create_from=_VOLUME_DEPTH,
+                before=self._folding.require_exact,
+            ) as fd:
+                if self._implicit:
+                    mark_explicit(fd)
                 self._staging.sync(fd)
+        except FoldedNameError:
+            raise _folded(path) from None
         except NotADirectoryError:
             raise already_exists(str(path)) from None
         except OSError as error:
             raise _name_error(error, path) from error
 
-    def remove_directory(self, path: VolumePath) -> None:
+    def remove_directory(self, path: VolumePath, *, vanish: bool = False) -> None:
+        """Remove an empty one. `vanish` as for `delete_file`."""
         if path.is_root:
             raise invalid(f"A volume cannot be removed by the Files API: {path}")
-        with self._parent(path, directory_not_found(str(path))) as fd:
+        with self._parent(path, directory_not_found(str(path)), exact=True) as fd:
             try:
                 os.rmdir(path.names[-1], dir_fd=fd)
             except OSError as error:
@@ -202,6 +267,23 @@ class DirectoryStore:
                     reason="FILES_API_DIRECTORY_IS_NOT_EMPTY",
                 ) from None
             self._staging.sync(fd)
+        self._prune(path, everything=vanish)
+
+    def _prune(self, path: VolumePath, *, everything: bool) -> None:
+        """Remove the directories above `path` that only its children had kept."""
+        if not everything and not self._implicit:
+            return
+        for depth in range(len(path.all_names) - 1, _VOLUME_DEPTH, -1):
+            names = path.all_names[:depth]
+            # Not empty, or gone: so are those above, or they are another request's to remove.
+            try:
+                with open_directory(self._root_fd, names) as fd:
+                    if not everything and not is_implicit(fd):
+                        return
+                with open_directory(self._root_fd, names[:-1]) as fd:
+                    os.rmdir(names[-1], dir_fd=fd)
+            except OSError:
+                return
 
     def list_names(self, path: VolumePath) -> list[bytes]:
         """Names of files and directories directly below, unsorted. A name that is not UTF-8 cannot
@@ -221,7 +303,7 @@ class DirectoryStore:
                     if stat.S_ISDIR(status.st_mode):
                         entries.append(Entry(name.decode(), None))
                     elif stat.S_ISREG(status.st_mode):
-                        entries.append(Entry(name.decode(), _info(status)))
+                        entries.append(Entry(name.decode(), file_info(status)))
         return entries
 
     # Descriptors
@@ -238,13 +320,20 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def _parent(
-        self, path: VolumePath, missing: ApiError, *, cached: bool = False
+        self, path: VolumePath, missing: ApiError, *, cached: bool = False, exact: bool = False
     ) -> Iterator[int]:
-        """The directory that holds `path`; whatever is not there becomes `missing`."""
+        """The directory that holds `path`; whatever is not there becomes `missing`, with `exact`
+        also what is there by another spelling.
+        """
         if path.is_root:
             raise missing
         try:
-            with open_directory(self._root_fd, path.all_names[:-1], cached=cached) as fd:
+            before = self._folding.require_exact if exact else None
+            with open_directory(
+                self._root_fd, path.all_names[:-1], cached=cached, before=before
+            ) as fd:
+                if before is not None:
+                    before(fd, path.names[-1])
                 yield fd
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise missing from None
@@ -255,9 +344,17 @@ class DirectoryStore:
     def _new_parent(self, path: VolumePath) -> Iterator[int]:
         try:
             with open_directory(
-                self._root_fd, path.all_names[:-1], create_from=_VOLUME_DEPTH
+                self._root_fd,
+                path.all_names[:-1],
+                create_from=_VOLUME_DEPTH,
+                before=self._folding.require_exact,
+                made=self._made_by_file,
             ) as fd:
                 yield fd
+        except FoldedNameError:
+            raise _folded(path) from None
+        except FileNotFoundError:
+            raise
         except NotADirectoryError:
             raise invalid(
                 f"A parent of the path is a file: {path}",
@@ -267,8 +364,22 @@ class DirectoryStore:
             raise _name_error(error, path) from error
 
 
-def _info(status: os.stat_result) -> FileInfo:
-    return FileInfo(status.st_size, status.st_mtime_ns)
+def _require(conditions: Sequence[Conditions], fd: int, path: VolumePath) -> None:
+    wanted = [one for one in conditions if one.are_of_writes]
+    if not wanted:
+        return
+    try:
+        current = file_info(stat_regular(fd, path.names[-1]))
+    except FileNotFoundError:
+        current = None
+    for one in wanted:
+        one.require_write(current, str(path))
+
+
+def _folded(path: VolumePath) -> ApiError:
+    return invalid(
+        f"The disk of the server cannot hold this name beside one that it takes for it: {path}"
+    )
 
 
 def _is_utf8(name: bytes) -> bool:

@@ -11,11 +11,16 @@ from aiohttp import web
 
 from trainmount_files.server.bodies import store_body
 from trainmount_files.server.call import Api, Call, empty, read_json
-from trainmount_files.server.errors import ApiError, StorageError, already_exists, invalid
+from trainmount_files.server.errors import ApiError, StorageError, invalid
+from trainmount_files.server.grants import WRITE_VOLUME
 from trainmount_files.server.multipart import MAX_PARTS, Part
 from trainmount_files.server.paths import VolumePath, parse_volume_path
 from trainmount_files.server.presigned import Claims, parse_expire_time
+<<<<<<< fuse/trainmount_files/server/upload_routes.py
+from trainmount_files.server.uploads import MULTIPART, RESUMABLE
+=======
 from trainmount_files.server.staging import Temporary
+>>>>>>> /tmp/serverspeed/wc/fuse/trainmount_files/server/upload_routes.py
 
 __all__ = [
     "abort_upload",
@@ -23,6 +28,7 @@ __all__ = [
     "create_abort_upload_url",
     "create_upload_part_urls",
     "initiate_upload",
+    "parse_path_and_token",
     "presigned_abort",
     "presigned_put",
     "put_part",
@@ -33,19 +39,25 @@ _MAX_URLS: Final = 1000
 
 
 async def initiate_upload(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
-    overwrite = call.overwrite()
-    if not overwrite and await api.run(api.store.exists, path):
-        raise already_exists(str(path))
-    token = await api.run(api.uploads.initiate, path, overwrite=overwrite)
-    return web.json_response({"multipart_upload": {"session_token": token}})
+    overwrite, conditions = call.overwrite(), call.conditions
+    await api.run(api.store.require_writable, path, overwrite=overwrite, conditions=conditions)
+    is_resumable = api.settings.resumable and call.version == "2.0"
+    kind = RESUMABLE if is_resumable else MULTIPART
+    token = await api.run(
+        api.upload_folders.initiate, path, overwrite=overwrite, kind=kind, conditions=conditions
+    )
+    if call.version != "2.0":
+        return web.json_response({"upload_id": token})
+    return web.json_response({f"{kind}_upload": {"session_token": token}})
 
 
 async def create_upload_part_urls(api: Api, call: Call) -> web.StreamResponse:
     body = await read_json(call.request)
-    path, token = _path_and_token(body)
+    path, token = parse_path_and_token(body)
+    call.caller.require(WRITE_VOLUME, path.volume_names)
     first = _whole_number(body, "start_part_number", 1, MAX_PARTS)
     count = min(_whole_number(body, "count", 1, MAX_PARTS), _MAX_URLS, MAX_PARTS - first + 1)
-    expires_at = parse_expire_time(body.get("expire_time"))
+    expires_at = parse_expire_time(body.get("expire_time"), api.settings.max_url_lifetime_seconds)
     await api.run(api.uploads.require_open, token, path)
     urls = [
         {
@@ -60,9 +72,11 @@ async def create_upload_part_urls(api: Api, call: Call) -> web.StreamResponse:
 
 async def create_abort_upload_url(api: Api, call: Call) -> web.StreamResponse:
     body = await read_json(call.request)
-    path, token = _path_and_token(body)
-    await api.run(api.uploads.require_open, token, path)
-    url = _url(api, call, Claims("abort", token), parse_expire_time(body.get("expire_time")))
+    path, token = parse_path_and_token(body)
+    call.caller.require(WRITE_VOLUME, path.volume_names)
+    await api.run(api.upload_folders.require_open, token, path, None)
+    expires_at = parse_expire_time(body.get("expire_time"), api.settings.max_url_lifetime_seconds)
+    url = _url(api, call, Claims("abort", token), expires_at)
     return web.json_response({"abort_upload_url": {"url": url, "headers": []}})
 
 
@@ -85,18 +99,18 @@ async def presigned_put(api: Api, call: Call, claims: Claims) -> web.StreamRespo
 
 
 async def presigned_abort(api: Api, _call: Call, claims: Claims) -> web.StreamResponse:
-    await api.run(api.uploads.abort, claims.target, None)
+    await api.run(api.upload_folders.abort, claims.target, None)
     return empty(200)
 
 
 async def complete_upload(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
     parts = _parse_parts(await read_json(call.request))
-    await api.run(api.uploads.complete, _token(call), path, parts)
-    return web.json_response({})
+    etag = await api.run(api.uploads.complete, _token(call), path, parts, call.conditions)
+    return web.json_response({}, headers=call.validators(etag))
 
 
 async def abort_upload(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
-    await api.run(api.uploads.abort, _token(call), path)
+    await api.run(api.upload_folders.abort, _token(call), path)
     return web.json_response({})
 
 
@@ -113,16 +127,22 @@ def _url(api: Api, call: Call, claims: Claims, expires_at: float) -> str:
 
 
 def _token(call: Call) -> str:
+    if call.version != "2.0":
+        return _required(call, "upload_id")
     kind = call.request.query.get("upload_type", "multipart")
     if kind != "multipart":
         raise invalid(f"upload_type must be multipart, got {kind}")
-    token = call.request.query.get("session_token")
-    if not token:
-        raise invalid("session_token must be given")
-    return token
+    return _required(call, "session_token")
 
 
-def _path_and_token(body: dict[str, Any]) -> tuple[VolumePath, str]:
+def _required(call: Call, name: str) -> str:
+    value = call.request.query.get(name)
+    if not value:
+        raise invalid(f"{name} must be given")
+    return value
+
+
+def parse_path_and_token(body: dict[str, Any]) -> tuple[VolumePath, str]:
     path, token = body.get("path"), body.get("session_token")
     if not isinstance(path, str) or not isinstance(token, str):
         raise invalid("path and session_token must be given as text")
