@@ -5,13 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-<<<<<<< fuse/trainmount_files/server/bodies.py
-from typing import Final
-=======
 from collections.abc import AsyncIterator, Callable
-from email.utils import formatdate
 from typing import Final, TypeVar
->>>>>>> /tmp/serverspeed/wc/fuse/trainmount_files/server/bodies.py
 
 from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -25,7 +20,7 @@ from trainmount_files.server.sending import send_span
 from trainmount_files.server.staging import Temporary
 from trainmount_files.volume import MIB, ByteRange
 
-__all__ = ["file_headers", "send_file", "store_body"]
+__all__ = ["file_headers", "receive", "send_file", "store_body"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,20 +49,14 @@ async def store_body(
         ApiError: 400 for a body that breaks off, 413 for one above the limit, or what the two
             functions raise; nothing of the body is left then.
     """
-<<<<<<< fuse/trainmount_files/server/bodies.py
-    limit = call.max_body_bytes(api.settings)
-=======
->>>>>>> /tmp/serverspeed/wc/fuse/trainmount_files/server/bodies.py
+    limit = _limit(api, call)
     announced = call.request.content_length
-    limit = api.settings.max_put_bytes
-    if announced is not None and announced > limit:
-        raise _too_large(limit)
     if announced is not None and announced <= _SMALL_BYTES:
         pieces = [piece async for piece in _pieces(call, limit)]
         return await api.run(_store_small, begin, pieces, finish)
     temporary = await api.run(begin)
     try:
-        await _receive(api, call, limit, temporary)
+        await receive(api, call, temporary)
         return await api.run(finish, temporary)
     finally:
         await api.run(temporary.discard)
@@ -84,8 +73,14 @@ def _store_small(
         temporary.discard()
 
 
-async def _receive(api: Api, call: Call, limit: int, temporary: Temporary) -> None:
-    """One batch is written while the next one comes."""
+async def receive(api: Api, call: Call, temporary: Temporary) -> None:
+    """Write the body of the request to a file, one batch while the next one comes. Also what came
+    of a body that breaks off is in the file.
+
+    Raises:
+        ApiError: 400 for a body that breaks off, 413 for one above the limit.
+    """
+    limit = _limit(api, call)
     writing: asyncio.Task[None] | None = None
     pieces: list[bytes] = []
     pending = 0
@@ -98,13 +93,12 @@ async def _receive(api: Api, call: Call, limit: int, temporary: Temporary) -> No
                     await writing
                 writing = asyncio.create_task(api.run(_write_all, temporary.fd, pieces))
                 pieces, pending = [], 0
+    finally:
+        # In any case: its descriptor is closed next.
         if writing is not None:
+            await asyncio.wait([writing])
             await writing
         await api.run(_write_all, temporary.fd, pieces)
-    finally:
-        if writing is not None and not writing.done():
-            # Its descriptor is closed next.
-            await asyncio.wait([writing])
 
 
 async def _pieces(call: Call, limit: int) -> AsyncIterator[bytes]:
@@ -203,6 +197,15 @@ def _write_all(fd: int, pieces: list[bytes]) -> None:
             count -= len(left.pop(0))
         if count:
             left[0] = left[0][count:]
+
+
+def _limit(api: Api, call: Call) -> int:
+    """Raises ApiError 413 for a body that announces more."""
+    limit = call.max_body_bytes(api.settings)
+    announced = call.request.content_length
+    if announced is not None and announced > limit:
+        raise _too_large(limit)
+    return limit
 
 
 def _broken_off() -> ApiError:

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from trainmount_files.server.bodies import file_headers, send_file, store_body
 from trainmount_files.server.call import Api, Call, empty
+from trainmount_files.server.conditions import FileInfo
 from trainmount_files.server.endpoints import describe_endpoints
 from trainmount_files.server.errors import ApiError, StorageError, invalid
 from trainmount_files.server.grants import READ_VOLUME
@@ -27,34 +28,18 @@ __all__ = [
 
 
 async def put_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
-<<<<<<< fuse/trainmount_files/server/file_routes.py
     overwrite, conditions = call.overwrite(), call.conditions
-    await api.run(api.store.require_writable, path, overwrite=overwrite, conditions=conditions)
-    temporary = await api.run(api.staging.new_temporary)
-    try:
-        await receive(api, call, temporary)
-        info = await api.run(
-            api.store.publish, temporary, path, overwrite=overwrite, conditions=(conditions,)
-        )
-    finally:
-        temporary.discard()
-    return empty(headers=call.validators(info.etag))
-=======
-    overwrite = call.overwrite()
 
     def begin() -> Temporary:
-        api.store.require_volume(path)
         # Asked before a large body comes; `publish` holds it against a race.
-        if not overwrite and api.store.exists(path):
-            raise already_exists(str(path))
+        api.store.require_writable(path, overwrite=overwrite, conditions=conditions)
         return api.staging.new_temporary()
 
-    def finish(temporary: Temporary) -> None:
-        api.store.publish(temporary, path, overwrite=overwrite)
+    def finish(temporary: Temporary) -> FileInfo:
+        return api.store.publish(temporary, path, overwrite=overwrite, conditions=(conditions,))
 
-    await store_body(api, call, begin, finish)
-    return empty()
->>>>>>> /tmp/serverspeed/wc/fuse/trainmount_files/server/file_routes.py
+    info = await store_body(api, call, begin, finish)
+    return empty(headers=call.validators(info.etag))
 
 
 async def get_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:

@@ -16,11 +16,8 @@ from trainmount_files.server.grants import WRITE_VOLUME
 from trainmount_files.server.multipart import MAX_PARTS, Part
 from trainmount_files.server.paths import VolumePath, parse_volume_path
 from trainmount_files.server.presigned import Claims, parse_expire_time
-<<<<<<< fuse/trainmount_files/server/upload_routes.py
-from trainmount_files.server.uploads import MULTIPART, RESUMABLE
-=======
 from trainmount_files.server.staging import Temporary
->>>>>>> /tmp/serverspeed/wc/fuse/trainmount_files/server/upload_routes.py
+from trainmount_files.server.uploads import MULTIPART, RESUMABLE
 
 __all__ = [
     "abort_upload",
