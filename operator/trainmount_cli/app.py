@@ -14,13 +14,17 @@ from typing import Final
 import typer
 
 from trainmount_cli.cancel import cancel
+from trainmount_cli.cp import cp
 from trainmount_cli.doctor import doctor
 from trainmount_cli.errors import CliError
 from trainmount_cli.get import get
 from trainmount_cli.list_runs import list_runs
 from trainmount_cli.logs import logs
+from trainmount_cli.ls import ls
+from trainmount_cli.mkdir import mkdir
 from trainmount_cli.mount import mount
 from trainmount_cli.output import print_error
+from trainmount_cli.rm import rm
 from trainmount_cli.run import run
 from trainmount_cli.serve import serve
 
@@ -49,6 +53,10 @@ app.command("logs")(logs)
 app.command("cancel")(cancel)
 app.command("serve", context_settings=_PASS_THROUGH)(serve)
 app.command("mount", context_settings=_PASS_THROUGH)(mount)
+app.command("ls")(ls)
+app.command("cp")(cp)
+app.command("rm")(rm)
+app.command("mkdir")(mkdir)
 app.command("doctor")(doctor)
 
 

@@ -1,0 +1,170 @@
+"""What `cp`, `ls`, `rm` and `mkdir` share: how progress looks, how Ctrl-C ends it, how a result is
+told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final
+
+from trainmount_cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, CliError
+from trainmount_cli.locations import Location
+from trainmount_cli.output import print_error
+from trainmount_files.trees import Report
+
+__all__ = [
+    "Part",
+    "failures_of",
+    "interruptible",
+    "print_failures",
+    "printable",
+    "showing_progress",
+    "size_text",
+]
+
+_PLAIN_PERIOD_SECONDS: Final = 10.0
+"""Where standard error is a file: one line in this time, for whoever reads the log."""
+
+_TERMINAL_PERIOD_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One argument of a command, and what became of it."""
+
+    location: Location
+    report: Report
+
+
+class _Interrupted(BaseException):
+    """A signal came. Not an Exception, so that nothing on the way takes it for an error."""
+
+
+@contextlib.contextmanager
+def interruptible(what: str) -> Iterator[None]:
+    """On SIGINT or SIGTERM leave the block, say so, and exit with 130."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)  # the second and third Ctrl-C change nothing
+        raise _Interrupted
+
+    previous = {number: signal.signal(number, leave) for number in signals}
+    try:
+        yield
+    except _Interrupted:
+        with contextlib.suppress(OSError):
+            print_error(
+                CliError(f"{what} was interrupted", code="CANCELLED", exit_status=EXIT_INTERRUPTED)
+            )
+            sys.stderr.flush()
+        if threading.active_count() > 1:
+            # A thread that the network holds must not hold the terminal.
+            os._exit(EXIT_INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def showing_progress(verb: str, parts: Sequence[Part]) -> Iterator[None]:
+    """Show how far `parts` are while the block lasts: a bar on a terminal, else a line now and
+    then.
+    """
+    over = threading.Event()
+    show = _show_bar if sys.stderr.isatty() else _show_lines
+    thread = threading.Thread(target=show, args=(verb, parts, over), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(1.0)
+
+
+def _show_lines(verb: str, parts: Sequence[Part], over: threading.Event) -> None:
+    while not over.wait(_PLAIN_PERIOD_SECONDS):
+        done, found, num_bytes = _sums(parts)
+        line = f"trainmount: {verb} {done:,} of {found:,} files so far, {size_text(num_bytes)}"
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
+
+
+def _show_bar(verb: str, parts: Sequence[Part], over: threading.Event) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[files]}"),
+        TextColumn("{task.fields[amount]}"),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(verb, total=None, files="", amount="")
+        while not over.wait(_TERMINAL_PERIOD_SECONDS):
+            done, found, num_bytes = _sums(parts)
+            if found == 1 and (total := sum(part.report.num_bytes_found for part in parts)):
+                state: dict[str, Any] = {"completed": num_bytes, "total": total}
+            else:
+                state = {"completed": done, "total": found or None}
+            files = f"{done:,}/{found:,} files"
+            bar.update(task, files=files, amount=size_text(num_bytes), **state)
+            bar.refresh()
+
+
+def _sums(parts: Sequence[Part]) -> tuple[int, int, int]:
+    reports = [part.report for part in parts]
+    return (
+        sum(report.num_done for report in reports),
+        sum(report.num_found for report in reports),
+        sum(report.num_bytes for report in reports),
+    )
+
+
+def failures_of(parts: Sequence[Part]) -> list[dict[str, str]]:
+    """Every path that failed, as programs read it."""
+    return [
+        {
+            "path": part.location.shown(failure.path),
+            "code": failure.code,
+            "message": failure.error.reason,
+        }
+        for part in parts
+        for failure in sorted(part.report.failures, key=lambda failure: failure.path)
+    ]
+
+
+def print_failures(failures: Sequence[dict[str, str]]) -> int:
+    """Name them on standard error; returns the exit status."""
+    for failure in failures:
+        line = f"trainmount: {printable(failure['path'])}: {failure['message']}"
+        print(line, file=sys.stderr)
+    return EXIT_FAILED if failures else 0
+
+
+def printable(name: str) -> str:
+    """A name in which nothing acts on a terminal: control and lone surrogate characters escaped."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in name
+    )
+
+
+def size_text(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
