@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from trainmount_files.server.embedded import StartError, serving
+from trainmount_files.server.endpoints import DEFAULT_ENDPOINTS, ENDPOINTS
 from trainmount_files.server.faults import FaultError
+from trainmount_files.server.grants import GrantError
 from trainmount_files.server.settings import ServerSettings
 
 __all__ = ["main", "run_server"]
@@ -33,27 +35,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     token = options.token or os.environ.get(TOKEN_VARIABLE, "")
+    is_open = not token and options.grants is None
     try:
-        settings = ServerSettings(
-            directory=options.directory,
-            token=token or secrets.token_urlsafe(24),
-            host=options.host,
-            port=options.port,
-            volumes=tuple(options.volume),
-            faults=options.faults,
-            admin=options.admin,
-            fsync=not options.no_fsync,
-            min_part_bytes=options.min_part_bytes,
-        )
+        settings = _settings(options, secrets.token_urlsafe(24) if is_open else token)
     except ValueError as error:
         print(f"trainmount serve: {error}", file=sys.stderr)
         return _EXIT_USAGE
-    if not token:
+    if is_open:
         print(
             f"no token was given, made one: export DATABRICKS_TOKEN={settings.token}",
             file=sys.stderr,
         )
     return run_server(settings, options.ready_file)
+
+
+def _settings(options: argparse.Namespace, token: str) -> ServerSettings:
+    return ServerSettings(
+        directory=options.directory,
+        token=token,
+        grants=options.grants,
+        host=options.host,
+        port=options.port,
+        volumes=tuple(options.volume),
+        tls_certificate=options.tls_cert,
+        tls_key=options.tls_key,
+        endpoints=tuple(options.endpoint or DEFAULT_ENDPOINTS),
+        resumable=options.resumable,
+        implicit_directories=options.implicit_directories,
+        faults=options.faults,
+        admin=options.admin,
+        fsync=not options.no_fsync,
+        min_part_bytes=options.min_part_bytes,
+        max_put_bytes=options.max_put_bytes,
+        max_url_lifetime_seconds=options.max_url_lifetime_seconds,
+        upload_lifetime_seconds=options.upload_lifetime_seconds,
+    )
 
 
 def run_server(settings: ServerSettings, ready_file: Path | None = None) -> int:
@@ -62,7 +78,7 @@ def run_server(settings: ServerSettings, ready_file: Path | None = None) -> int:
     """
     try:
         asyncio.run(_serve(settings, ready_file))
-    except (StartError, FaultError) as error:
+    except (StartError, FaultError, GrantError) as error:
         print(f"trainmount serve: {error}", file=sys.stderr)
         return _EXIT_USAGE
     return 0
@@ -98,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("directory", metavar="DIR", type=Path, help="holds CATALOG/SCHEMA/VOLUME")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one (%(default)s)")
-    parser.add_argument("--token", help=f"bearer token; {TOKEN_VARIABLE} keeps it out of `ps`")
     parser.add_argument(
         "--volume",
         action="append",
@@ -109,21 +124,81 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ready-file", type=Path, metavar="FILE", help="gets the URL once requests are served"
     )
-    parser.add_argument("--faults", type=Path, metavar="FILE", help="JSON file of faults to inject")
-    parser.add_argument(
-        "--admin", action="store_true", help="serve /admin/faults and /admin/statistics"
-    )
     parser.add_argument(
         "--no-fsync", action="store_true", help="faster; a power cut loses the newest files"
     )
-    parser.add_argument(
+    _add_access(parser.add_argument_group("who may"))
+    _add_store(parser.add_argument_group("what kind of store"))
+    _add_trouble(parser.add_argument_group("for tests of clients"))
+    return parser
+
+
+def _add_access(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--token", help=f"token with all rights; {TOKEN_VARIABLE} keeps it out of `ps`"
+    )
+    group.add_argument(
+        "--grants",
+        type=Path,
+        metavar="FILE",
+        help="JSON list: user, token or token_file, volumes, privileges",
+    )
+    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM; with --tls-key: HTTPS")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM; with --tls-cert: HTTPS")
+
+
+def _add_store(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--resumable",
+        action="store_true",
+        help="large files go up by resumable uploads, as on Google Cloud; for SDKs up to 0.158",
+    )
+    group.add_argument(
+        "--implicit-directories",
+        action="store_true",
+        help="a directory that came with a file goes with the last one in it",
+    )
+    group.add_argument(
+        "--endpoint",
+        action="append",
+        metavar="NAME",
+        help=f"for clients that ask which to use, best first: {', '.join(ENDPOINTS)}; repeatable",
+    )
+    group.add_argument(
         "--min-part-bytes",
         type=int,
         default=ServerSettings.min_part_bytes,
         metavar="N",
         help="smallest part of an upload but its last (%(default)s)",
     )
-    return parser
+    group.add_argument(
+        "--max-put-bytes",
+        type=int,
+        default=ServerSettings.max_put_bytes,
+        metavar="N",
+        help="largest body of one request (%(default)s)",
+    )
+    group.add_argument(
+        "--max-url-lifetime-seconds",
+        type=float,
+        default=ServerSettings.max_url_lifetime_seconds,
+        metavar="N",
+        help="signed URLs expire then at the latest (%(default)s)",
+    )
+    group.add_argument(
+        "--upload-lifetime-seconds",
+        type=float,
+        default=ServerSettings.upload_lifetime_seconds,
+        metavar="N",
+        help="an upload that rests for so long is dropped (%(default)s)",
+    )
+
+
+def _add_trouble(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--faults", type=Path, metavar="FILE", help="JSON file of faults to inject")
+    group.add_argument(
+        "--admin", action="store_true", help="serve /admin/faults and /admin/statistics"
+    )
 
 
 if __name__ == "__main__":
