@@ -1,5 +1,9 @@
 """Trees of files behind a URL: Unity Catalog volumes and directories, through one protocol."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from trainmount_files.errors import (
     AlreadyExists,
     Cancelled,
@@ -30,6 +34,9 @@ from trainmount_files.volume import (
     list_directory,
 )
 
+if TYPE_CHECKING:
+    from trainmount_files.trees import fetch, publish
+
 __all__ = [
     "AlreadyExists",
     "ByteRange",
@@ -54,6 +61,17 @@ __all__ = [
     "Upload",
     "Volume",
     "VolumeError",
+    "fetch",
     "list_directory",
     "open_volume",
+    "publish",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`fetch` and `publish` are loaded when they are asked for: few programs copy trees."""
+    if name in ("fetch", "publish"):
+        from trainmount_files import trees
+
+        return getattr(trees, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

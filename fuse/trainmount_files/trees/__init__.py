@@ -8,6 +8,9 @@ from trainmount_files.trees.copy import (
     copy_file,
     copy_tree,
 )
+from trainmount_files.trees.fetch import fetch
+from trainmount_files.trees.manifest import Manifest, PublishedFile
+from trainmount_files.trees.publish import publish
 from trainmount_files.trees.remove import remove_tree
 from trainmount_files.trees.report import Failure, Report, Skip
 
@@ -15,11 +18,15 @@ __all__ = [
     "CopyOptions",
     "Failure",
     "LocalPlace",
+    "Manifest",
     "Place",
+    "PublishedFile",
     "Report",
     "Skip",
     "VolumePlace",
     "copy_file",
     "copy_tree",
+    "fetch",
+    "publish",
     "remove_tree",
 ]

@@ -159,9 +159,10 @@ class Crew:
         return not self._small or (len(self._small) < few and not self._num_large_busy)
 
     def _end(self, error: BaseException) -> None:
-        self.stop.set()
         with self._changed:
+            # In this order: what the others raise because of `stop` is not the cause.
             if self._failure is None:
                 self._failure = error
+            self.stop.set()
             self._num_busy -= 1
             self._changed.notify_all()
