@@ -27,7 +27,7 @@ async def list_directory(api: Api, call: Call, path: VolumePath) -> web.StreamRe
     query = call.request.query
     size = parse_page_size(query.get("page_size"))
     page = await api.run(list_directory_page, api.store, path, query.get("page_token"), size)
-    return web.json_response(page)
+    return web.json_response(text=page)
 
 
 async def remove_directory(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:

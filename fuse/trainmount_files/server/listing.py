@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import heapq
+import json
 from typing import Any, Final
 
 from trainmount_files.server.errors import invalid
@@ -47,21 +48,19 @@ def name_page(names: list[bytes], token: str | None, size: int) -> tuple[list[by
     candidates = names if after is None else [name for name in names if name > after]
     page = heapq.nsmallest(size, candidates)
     if len(page) < len(candidates):
-        return page, base64.urlsafe_b64encode(page[-1]).decode()
+        return page, _encode_token(page[-1])
     return page, None
 
 
 def list_directory_page(
     store: DirectoryStore, path: VolumePath, token: str | None, size: int
-) -> dict[str, Any]:
-    """The JSON of one page. Blocking."""
-    names, next_token = name_page(store.list_names(path), token, size)
-    answer: dict[str, Any] = {
-        "contents": [_describe(path, entry) for entry in store.describe(path, names)]
-    }
-    if next_token is not None:
-        answer["next_page_token"] = next_token
-    return answer
+) -> str:
+    """The JSON of one page, as text: to write it takes a while too. Blocking."""
+    entries, next_after = store.list_page(path, _decode_token(token) or b"", size)
+    answer: dict[str, Any] = {"contents": [_describe(path, entry) for entry in entries]}
+    if next_after:
+        answer["next_page_token"] = _encode_token(next_after)
+    return json.dumps(answer)
 
 
 def _describe(path: VolumePath, entry: Entry) -> dict[str, Any]:
@@ -74,6 +73,10 @@ def _describe(path: VolumePath, entry: Entry) -> dict[str, Any]:
         described["file_size"] = entry.file.size_bytes
         described["last_modified"] = entry.file.mtime_ns // _NANOSECONDS_PER_MILLISECOND
     return described
+
+
+def _encode_token(name: bytes) -> str:
+    return base64.urlsafe_b64encode(name).decode()
 
 
 def _decode_token(token: str | None) -> bytes | None:

@@ -29,6 +29,7 @@ from trainmount_files.server.implicit import is_implicit, mark_explicit, mark_im
 from trainmount_files.server.paths import VolumePath
 from trainmount_files.server.resolution import open_directory, open_regular, stat_regular
 from trainmount_files.server.settings import parse_volume_name
+from trainmount_files.server.snapshots import Snapshots
 from trainmount_files.server.staging import Staging, Temporary
 
 __all__ = ["DirectoryStore", "Entry"]
@@ -66,6 +67,7 @@ class DirectoryStore:
         self._made_by_file = mark_implicit if implicit_directories else None
         self._implicit = implicit_directories
         self._folding = folding or Folding.probe(staging.path)
+        self._snapshots = Snapshots()
 
     def close(self) -> None:
         os.close(self._root_fd)
@@ -285,26 +287,14 @@ class DirectoryStore:
             except OSError:
                 return
 
-    def list_names(self, path: VolumePath) -> list[bytes]:
-        """Names of files and directories directly below, unsorted. A name that is not UTF-8 cannot
-        be told: left out.
+    def list_page(self, path: VolumePath, after: bytes, size: int) -> tuple[list[Entry], bytes]:
+        """The next `size` files and directories directly below in byte order of their names, and
+        what the page behind them comes `after`, empty for none. A name that is not UTF-8 cannot be
+        told: left out, as is what went away meanwhile.
         """
-        with self._directory(path) as fd, os.scandir(fd) as entries:
-            found = [os.fsencode(entry.name) for entry in entries if not entry.is_symlink()]
-        return [name for name in found if _is_utf8(name)]
-
-    def describe(self, path: VolumePath, names: list[bytes]) -> list[Entry]:
-        """The entries of those `names` that are still there."""
-        entries = []
         with self._directory(path) as fd:
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                    if stat.S_ISDIR(status.st_mode):
-                        entries.append(Entry(name.decode(), None))
-                    elif stat.S_ISREG(status.st_mode):
-                        entries.append(Entry(name.decode(), file_info(status)))
-        return entries
+            names, is_last = self._snapshots.page(fd, after, size)
+            return _describe(fd, names), b"" if is_last else names[-1]
 
     # Descriptors
 
@@ -382,12 +372,18 @@ def _folded(path: VolumePath) -> ApiError:
     )
 
 
-def _is_utf8(name: bytes) -> bool:
-    try:
-        name.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+def _describe(directory_fd: int, names: list[bytes]) -> list[Entry]:
+    entries = []
+    for name in names:
+        try:
+            status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(status.st_mode):
+            entries.append(Entry(name.decode(), None))
+        elif stat.S_ISREG(status.st_mode):
+            entries.append(Entry(name.decode(), file_info(status)))
+    return entries
 
 
 def _name_error(error: OSError, path: VolumePath) -> Exception:
