@@ -33,11 +33,15 @@ from trainmount_files.volume import ByteRange, FileStat
 
 __all__ = [
     "Version",
+    "content_length",
     "error_of",
     "file_stat",
     "is_expired_url",
+    "is_identity",
     "json_object",
     "last_modified",
+    "parse_object",
+    "parse_size",
     "range_problem",
 ]
 
@@ -67,6 +71,9 @@ _BY_STATUS: Final[dict[int, type[VolumeError]]] = {
     429: Unavailable,
     501: Unsupported,
 }
+
+_MAKING: Final = frozenset({"put", "upload", "make directory", "rename"})
+"""Operations that something at the path can stand in the way of."""
 
 _NOT_EMPTY_REASON: Final = "FILES_API_DIRECTORY_IS_NOT_EMPTY"
 
@@ -98,6 +105,9 @@ def error_of(
     if _NOT_EMPTY_REASON in reasons:
         return DirectoryNotEmpty(operation, path, text)
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status)
+    if kind is AlreadyExists and operation not in _MAKING:
+        # Where nothing was to be made, the conflict is about the request.
+        kind = InvalidRequest
     if kind is None:
         # A redirect is not followed: it would carry the token to another host.
         kind = Unsupported if status < 400 else InvalidRequest if status < 500 else Unavailable
@@ -119,11 +129,34 @@ def is_expired_url(status: int, body: bytes) -> bool:
 
 def json_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`; empty where it is none."""
+    return parse_object(body) or {}
+
+
+def parse_object(body: bytes) -> dict[str, Any] | None:
+    """The JSON object in `body`; None where it is none."""
     try:
         value = json.loads(body)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def content_length(headers: Mapping[str, str]) -> int | None:
+    """The size of a file from the answer to HEAD; None where it is not told.
+
+    What was compressed on its way has another length than the file.
+    """
+    return parse_size(headers.get("Content-Length", "")) if is_identity(headers) else None
+
+
+def parse_size(text: str) -> int | None:
+    """A number of bytes; None for anything but up to 19 digits."""
+    return int(text) if _SIZE.fullmatch(text.strip()) else None
+
+
+def is_identity(headers: Mapping[str, str]) -> bool:
+    """Whether a body's bytes are the file's, not compressed."""
+    return headers.get("Content-Encoding", "identity").strip().lower() in ("", "identity")
 
 
 def last_modified(headers: Mapping[str, str]) -> int | None:
@@ -151,9 +184,10 @@ class Version:
         if text is None:
             return cls()
         size, _, seconds = text.partition("-")
-        if size.isdecimal() and seconds.isdecimal():
-            return cls(int(size), int(seconds) or None)
-        return None
+        size_bytes, mtime_seconds = parse_size(size), parse_size(seconds)
+        if size_bytes is None or mtime_seconds is None:
+            return None
+        return cls(size_bytes, mtime_seconds or None)
 
     def to_header(self) -> dict[str, str]:
         """The `If-Unmodified-Since` header for it; none where the time is unknown."""
@@ -197,6 +231,8 @@ def file_stat(path: str, size_bytes: int, mtime_ns: int) -> FileStat:
     )
 
 
+_SIZE: Final = re.compile(r"[0-9]{1,19}")
+
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 
 
@@ -208,8 +244,7 @@ def range_problem(
     """
     if status != 206:
         return f"asked for a range, the answer was HTTP {status} with something else", None
-    encoding = headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
+    if not is_identity(headers):
         return "the body was compressed on its way", None
     match = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", "").strip())
     if match is None:

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 
 from trainmount_files.cancellation import Either
 from trainmount_files.errors import Cancelled, InvalidRequest, Unavailable, VolumeError
-from trainmount_files.files_api.answers import error_of
+from trainmount_files.files_api.answers import error_of, parse_object
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.files_api.transport import FileSlice, Reply, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Attempts, Cancellation, Clock, RetryPolicy
@@ -68,6 +68,12 @@ class Call:
     query: Mapping[str, str | int] | None = None
     headers: Mapping[str, str] | None = None
     base: str = _BASE
+    expects_json: bool = False
+    """A success without a JSON object is none: a proxy's page, a body that broke off. It is asked
+    again.
+    """
+    secret: str = ""
+    """What the call carries that no message may repeat: an upload's token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +151,7 @@ class FilesApi:
         while True:
             authentication = self.credentials.headers()
             reply, error, retry_after, sent = self._once(call, url, authentication, body, cancel)
-            may_pass = reply is None or reply.status in RETRYABLE_STATUSES
+            may_pass = reply is None or reply.status < 300 or reply.status in RETRYABLE_STATUSES
             if error is None or not (may_pass and isinstance(error, Unavailable)):
                 if reply is not None and reply.status == 401 and not renewed:
                     # A token may have ended between two requests; its source then has a new one.
@@ -190,9 +196,12 @@ class FilesApi:
             error = failure_of(call.operation, call.path, broken)
             return None, error, None, broken.was_sent
         if reply.status < 300:
-            return reply, None, None, False
-        secret = authentication.get("Authorization", "").rpartition(" ")[2]
-        error = error_of(call.operation, call.path, reply.status, reply.body, secret)
+            if not call.expects_json or parse_object(reply.body) is not None:
+                return reply, None, None, False
+            reason = "the answer is not the API's: a body without a JSON object"
+            return reply, Unavailable(call.operation, call.path, reason), None, True
+        token = authentication.get("Authorization", "").rpartition(" ")[2]
+        error = error_of(call.operation, call.path, reply.status, reply.body, token, call.secret)
         if reply.status in RETRYABLE_STATUSES and not isinstance(error, Unavailable):
             error = Unavailable(call.operation, call.path, error.reason)
         # A gateway that gave up waiting does not know what became of the request.

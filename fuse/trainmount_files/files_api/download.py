@@ -31,6 +31,7 @@ from trainmount_files.files_api.answers import (
     error_of,
     is_expired_url,
     last_modified,
+    parse_size,
     range_problem,
 )
 from trainmount_files.files_api.api import FilesApi, encode_path, failure_of
@@ -192,9 +193,16 @@ class Downloads:
             assert result.error is not None
             # A request that was cut off for it looks like a broken connection.
             attempts.check_cancelled("read", path)
-            wait = self._decide(path, result.error, result.next, progress)
-            if wait:
+            if not self._decide(path, result.error, result.next, progress):
+                continue
+            try:
                 attempts.wait_or_raise(result.error, result.retry_after)
+            except Unavailable:
+                if progress.direct:
+                    raise
+                # The store does not recover in time, or says when it will; the Files API may do.
+                self._go_direct(path, progress)
+                attempts = self._api.attempts(cancel)
 
     def _prefers_direct(self, path: str, byte_range: ByteRange) -> bool:
         """A small read of a file whose URL is not at hand is one request without it and two with
@@ -229,11 +237,14 @@ class Downloads:
             return False
         if following is _Next.RAISE or progress.direct:
             raise error
+        self._go_direct(path, progress)
+        return False
+
+    def _go_direct(self, path: str, progress: _Progress) -> None:
         progress.direct = True
         progress.was_refused = True
         progress.inexact = 0
         self._urls.drop(path)
-        return False
 
     def _remember(self, progress: _Progress) -> None:
         """Where the Files API gave what a signed URL refused, the refusal was about signed URLs."""
@@ -274,7 +285,7 @@ class Downloads:
                 return self._receive(path, answer, wanted, target, progress, cancel)
         except TransportError as error:
             failure = failure_of("read", path, error)
-            if error.was_closed:
+            if error.was_closed or (progress.direct and not isinstance(failure, Unavailable)):
                 return _Result(_Next.RAISE, failure)
             # A store that cannot even be connected to is behind a firewall; the workspace may not
             # be.
@@ -320,7 +331,7 @@ class Downloads:
 
     def _refusal(self, path: str, answer: Answer, progress: _Progress, secret: str) -> _Result:
         status = answer.status
-        body = answer.read_small()
+        body = answer.read_error()
         if not progress.direct and is_expired_url(status, body):
             return _Result(_Next.RENEW, Unavailable("read", path, "the signed URL has expired"))
         error = error_of("read", path, status, body, secret)
@@ -343,5 +354,4 @@ def _changed(path: str) -> PreconditionFailed:
 
 
 def _total_of_unsatisfied(content_range: str) -> int | None:
-    total = content_range.strip().removeprefix("bytes */")
-    return int(total) if total.isdecimal() else None
+    return parse_size(content_range.strip().removeprefix("bytes */"))

@@ -131,6 +131,7 @@ class MultipartUpload:
                 "upload_type": "multipart",
                 "session_token": self._session_token,
             },
+            secret=self._session_token,
         )
         listed = [{"part_number": number, "etag": etag} for number, (etag, _) in parts]
         outcome = self._api.call_json(call, {"parts": listed}, cancel=self._cancel)
@@ -154,6 +155,7 @@ class MultipartUpload:
                 "upload_type": "multipart",
                 "session_token": self._session_token,
             },
+            secret=self._session_token,
         )
         try:
             error = self._api.call(call, within_seconds=_ABORT_PATIENCE_SECONDS).error
@@ -176,6 +178,7 @@ class MultipartUpload:
                 "action": "initiate-upload",
                 "overwrite": "true" if self._overwrite else "false",
             },
+            expects_json=True,
         )
         # Repeating it may leave an upload without parts behind, which costs nothing and expires.
         reply = self._api.call(call, cancel=self._cancel).unwrap()
@@ -210,14 +213,15 @@ class MultipartUpload:
                 if is_expired_url(reply.status, reply.body) and renewals < _RENEWALS:
                     renewals += 1
                     continue
-                error = self._refusal(part_number, reply)
+                error = self._refusal(part_number, reply, signed)
                 retry_after = reply.headers.get("Retry-After")
             if not isinstance(error, Unavailable):
                 raise error
             attempts.wait_or_raise(error, retry_after)
 
-    def _refusal(self, part_number: int, reply: Reply) -> VolumeError:
-        error = error_of("upload", self._path, reply.status, reply.body)
+    def _refusal(self, part_number: int, reply: Reply, signed: SignedUrl) -> VolumeError:
+        secrets = (*signed.secrets(), self._session_token)
+        error = error_of("upload", self._path, reply.status, reply.body, *secrets)
         kind = Unavailable if reply.status in RETRYABLE_STATUSES else type(error)
         return kind("upload", self._path, f"part {part_number}: {error.reason}")
 
@@ -227,6 +231,8 @@ class MultipartUpload:
             path=self._path,
             method="POST",
             target="/create-upload-part-urls",
+            expects_json=True,
+            secret=self._session_token,
         )
         question = {
             "path": self._remote_path,

@@ -46,6 +46,15 @@ class SignedUrl:
     url: str = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
 
+    def secrets(self) -> tuple[str, ...]:
+        """What no message may repeat: a store may name the URL, or parts of it, in its errors."""
+        _, _, rest = self.url.partition("://")
+        target = rest[rest.find("/") :] if "/" in rest else rest
+        path, _, query = target.partition("?")
+        values = [value.partition("=")[2] for value in query.split("&")]
+        parts = (target, query, path.strip("/"), *(value for value in values if len(value) > 7))
+        return tuple(part for part in (*parts, *self.headers.values()) if len(part) > 7)
+
 
 def parse_signed_url(value: Any) -> SignedUrl | None:
     """The URL in an answer's object `{"url", "headers": [{"name", "value"}]}`; None where it is
@@ -148,6 +157,7 @@ class SignedUrls:
             path=path,
             method="POST",
             target="/create-download-url",
+            expects_json=True,
             query={
                 "path": f"{self._root}/{path}",
                 "expire_time": expire_time(self._lifetime_seconds),

@@ -39,6 +39,8 @@ _SEND_BLOCK_BYTES: Final = MIB
 _MAX_REPLY_BYTES: Final = 32 * MIB
 """A listing page of 1,000 long names is under 3 MiB; what is larger is no answer of this API."""
 
+_MAX_ERROR_BYTES: Final = 64 << 10
+
 _RECEIVE_BYTES: Final = MIB
 
 
@@ -147,6 +149,17 @@ class Answer:
             return False
         return self.was_read
 
+    def read_error(self) -> bytes:
+        """What an error's body begins with. Its status is the answer; the text is for a person, so
+        that neither a broken body nor a huge one matters.
+        """
+        try:
+            body = self._response.read(_MAX_ERROR_BYTES)
+        except (OSError, http.client.HTTPException, _urllib3_error()):
+            return b""
+        self.was_read = len(body) < _MAX_ERROR_BYTES
+        return body
+
     def read_small(self) -> bytes:
         """The whole body.
 
@@ -157,7 +170,8 @@ class Answer:
         try:
             body = self._response.read(_MAX_REPLY_BYTES + 1)
             if len(body) <= _MAX_REPLY_BYTES:
-                self.was_read = True
+                # Only a read at the end tells whether it came too early.
+                self.was_read = not self._response.read(1)
                 return body
             reason = "the answer is too large"
         except (OSError, http.client.HTTPException, _urllib3_error()) as error:
@@ -228,7 +242,7 @@ class Transport:
         body: Buffer | FileSlice | None = None,
         cancel: Cancellation | None = None,
     ) -> Reply:
-        """Send a request and read its whole answer, whatever its status.
+        """Send a request and read its whole answer; of an error's body the start.
 
         It breaks off as soon as `cancel` is set, or the transport is closed.
 
@@ -237,7 +251,8 @@ class Transport:
             VolumeError: what `FileSlice` raises.
         """
         with self.open(method, url, headers=headers, body=body, cancel=cancel) as answer:
-            return Reply(answer.status, answer.headers, answer.read_small())
+            content = answer.read_small() if answer.status < 300 else answer.read_error()
+            return Reply(answer.status, answer.headers, content)
 
     @contextmanager
     def open(
@@ -263,6 +278,9 @@ class Transport:
             raise
         answer = Answer(response)
         try:
+            if answer.status < 200:
+                # The real answer is still to come and must not be taken for the next request's.
+                raise TransportError("an interim answer in place of the answer", was_sent=True)
             yield answer
         finally:
             # Before the connection may serve another request, which must not be cut.
@@ -324,7 +342,11 @@ class Transport:
                 _describe(error), was_sent=_may_be_sent(error), may_pass=_may_pass(error)
             )
         # Out of the handler, so that the original is not attached: its text may hold the URL.
-        raise failure
+        try:
+            raise failure
+        finally:
+            # Else the error holds this frame, and the frame the error, until the collector comes.
+            del failure
 
 
 class _Managers:
@@ -350,6 +372,11 @@ class _Managers:
     def clear(self) -> None:
         with self._lock:
             for manager in self._by_proxy.values():
+                # `clear` alone leaves the sockets to the garbage collector.
+                for key in manager.pools.keys():  # noqa: SIM118  (no plain dictionary)
+                    pool = manager.pools.get(key)
+                    if pool is not None:
+                        pool.close()
                 manager.clear()
 
     def _make(self, proxy: str | None) -> urllib3.PoolManager:
@@ -403,6 +430,9 @@ def _describe(error: Exception) -> str:
         return "the server's certificate is not trusted"
     if isinstance(error, exceptions.ProxyError):
         return "the proxy cannot be reached"
+    if any(isinstance(link, ssl.SSLError) for link in _chain(error)):
+        # Its errno is the TLS library's own number.
+        return "the TLS connection failed"
     number = _errno_of(error)
     if number is not None:
         return f"the connection failed: {os.strerror(number).lower()}"

@@ -28,7 +28,12 @@ from trainmount_files.errors import (
     Unavailable,
     VolumeError,
 )
-from trainmount_files.files_api.answers import file_stat, json_object, last_modified
+from trainmount_files.files_api.answers import (
+    content_length,
+    file_stat,
+    json_object,
+    last_modified,
+)
 from trainmount_files.files_api.api import Call, FilesApi, encode_path
 from trainmount_files.files_api.download import Downloads, FileTarget, MemoryTarget
 from trainmount_files.files_api.options import FilesApiOptions
@@ -312,6 +317,7 @@ class FilesApiVolume:
             method=method,
             target=f"/{kind}{encode_path(operation, remote_path)}",
             query=query,
+            expects_json=method == "GET",
         )
 
     def _file(self, operation: str, path: str) -> None:
@@ -321,10 +327,10 @@ class FilesApiVolume:
     def _stat_file(self, operation: str, path: str) -> FileStat:
         call = self._call(operation, path, "HEAD", "files")
         headers = self._here().api.call(call).unwrap().headers
-        size = headers.get("Content-Length", "")
-        if not size.isdecimal():
+        size_bytes = content_length(headers)
+        if size_bytes is None:
             raise Unavailable(operation, path, "the store does not tell the file's size")
-        return file_stat(path, int(size), (last_modified(headers) or 0) * 1_000_000_000)
+        return file_stat(path, size_bytes, (last_modified(headers) or 0) * 1_000_000_000)
 
     def _stat_directory(self, operation: str, path: str) -> FileStat:
         self._here().api.call(self._call(operation, path, "HEAD", "directories")).unwrap()
@@ -382,4 +388,8 @@ def _to_entry(parent: str, value: Any) -> FileStat | None:
     if value.get("is_directory"):
         return FileStat(path, is_directory=True)
     size, mtime_milliseconds = value.get("file_size") or 0, value.get("last_modified") or 0
-    return file_stat(path, int(size), int(mtime_milliseconds) * 1_000_000)
+    if not (isinstance(size, int) and isinstance(mtime_milliseconds, int)):
+        raise Unavailable("list", parent, "the answer is no listing")
+    if size < 0 or mtime_milliseconds < 0:
+        raise Unavailable("list", parent, "the answer is no listing")
+    return file_stat(path, size, mtime_milliseconds * 1_000_000)
