@@ -113,6 +113,11 @@ class Capabilities:
     exclusive_create: bool = True
     """`overwrite=False` is held by the store itself, against a race."""
 
+    keeps_directories: bool = True
+    """A directory stays when its last entry is gone. Of a bucket, only one that `make_directory`
+    made does.
+    """
+
     max_put_bytes: int | None = None
     """Largest file that one `put` may have; None is no limit below the store's own."""
 

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "FileSlice", "Reply", "Transport", "TransportError", "TransportOptions"]
 
-_SEND_BLOCK_BYTES: Final = MIB
+_SEND_BLOCK_BYTES: Final = MIB // 4
 """Bytes read from a file and handed to the socket at once; the memory of a part that is being sent.
+
+As fast as a MiB on loopback, and sixty-four parts at once are 16 MiB.
 """
 
 _MAX_REPLY_BYTES: Final = 32 * MIB

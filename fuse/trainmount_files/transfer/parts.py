@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
 from dataclasses import dataclass
 from typing import Final
@@ -12,7 +13,7 @@ from typing import Final
 from trainmount_files.transfer.budget import STREAM_BYTES, MemoryBudget
 from trainmount_files.volume import MIB, Capabilities
 
-__all__ = ["Part", "PartSizes"]
+__all__ = ["Part", "PartSizes", "anonymous"]
 
 _STEPS: Final = 10
 """Part sizes double so many times at most: from 6 MiB to the 4 GiB that a store may take."""
@@ -43,7 +44,8 @@ class PartSizes:
         least, most = capabilities.min_part_bytes, capabilities.max_part_bytes
         if part_bytes is not None and not least <= part_bytes <= most:
             raise ValueError(f"part_bytes must be from {least} to {most}, got {part_bytes}")
-        wish = part_bytes or min(capabilities.part_bytes, STREAM_BYTES // parallelism)
+        # One more is being filled than is on its way.
+        wish = part_bytes or min(capabilities.part_bytes, STREAM_BYTES // (parallelism + 1))
         if size_bytes is not None:
             # Rounded up to a whole MiB, so that parts are not odd for nothing.
             needed = -(-size_bytes // capabilities.max_parts)
@@ -76,14 +78,7 @@ class Part:
         self.filled = 0
         self._budget = budget
         self._memory = self.memory_of(size_bytes)
-        self._bytes: bytearray | mmap.mmap
-        if self._memory:
-            # Grows as it is filled: many small files are written through streams.
-            self._bytes = bytearray()
-        else:
-            with tempfile.TemporaryFile() as file:
-                file.truncate(size_bytes)
-                self._bytes = mmap.mmap(file.fileno(), size_bytes)
+        self._bytes = anonymous(size_bytes) if self._memory else _in_a_file(size_bytes)
 
     @staticmethod
     def memory_of(size_bytes: int) -> int:
@@ -96,10 +91,7 @@ class Part:
     def fill(self, data: memoryview) -> int:
         """Take in what there is room for; how many bytes that was."""
         count = min(len(data), self.size_bytes - self.filled)
-        if isinstance(self._bytes, bytearray):
-            self._bytes += data[:count]
-        else:
-            self._bytes[self.filled : self.filled + count] = data[:count]
+        self._bytes[self.filled : self.filled + count] = data[:count]
         self.filled += count
         return count
 
@@ -107,7 +99,25 @@ class Part:
         return memoryview(self._bytes)[: self.filled]
 
     def free(self) -> None:
-        """Give the memory back; the content must not be in use."""
-        self._bytes = bytearray()
+        """Give the memory back; may be repeated."""
+        # It goes with the last view of it: a failed request may have one in its traceback.
+        self._bytes = _NOTHING
         self._budget.give_back(self._memory)
-        self._memory = 0
+        self._memory = self.size_bytes = self.filled = 0
+
+
+_NOTHING: Final = mmap.mmap(-1, 1)
+
+
+def anonymous(size_bytes: int) -> mmap.mmap:
+    """Memory that is taken page by page as it is written, and given back to the system as a whole:
+    the allocator would keep it for its threads.
+    """
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _in_a_file(size_bytes: int) -> mmap.mmap:
+    with tempfile.TemporaryFile() as file:
+        # All of it at once: a page for which the disk has no room would end the process.
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        return mmap.mmap(file.fileno(), size_bytes)

@@ -9,15 +9,17 @@ new one with a short piece.
 from __future__ import annotations
 
 import io
+import mmap
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Final
 
 from trainmount_files.cancellation import LinkedEvent
 from trainmount_files.errors import Cancelled, InexactRange, IsADirectory, PreconditionFailed
 from trainmount_files.per_process import PerProcess
+from trainmount_files.transfer.parts import anonymous
 from trainmount_files.transfer.workers import Workers
 from trainmount_files.volume import MIB, ByteRange, FileStat, Volume
 
@@ -60,8 +62,7 @@ def iterate(
     try:
         chain.start(wanted.start, wanted.end, first_bytes=block_bytes, depth=read_ahead)
         while chain.position < wanted.end:
-            block = bytes(chain.take())
-            yield block
+            yield chain.take()
     finally:
         chain.close()
 
@@ -175,11 +176,27 @@ class VolumeReader(io.RawIOBase):
 
 
 class _Piece:
-    """Consecutive bytes, there or on their way."""
+    """Consecutive bytes: there, on their way, or fetched by whoever needs them first."""
 
-    def __init__(self, wanted: ByteRange, arriving: Future[bytearray] | None) -> None:
+    def __init__(self, wanted: ByteRange, coming: Future[mmap.mmap] | Callable[[], mmap.mmap]):
         self.wanted = wanted
-        self.arriving = arriving
+        self._coming = coming
+        self._memory: mmap.mmap | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self._memory is not None
+
+    @property
+    def is_on_its_way(self) -> bool:
+        return isinstance(self._coming, Future) and not self._coming.done()
+
+    def memory(self) -> mmap.mmap:
+        """Its bytes; waits for them. Raises what the fetch failed with."""
+        if self._memory is None:
+            coming = self._coming
+            self._memory = coming.result() if isinstance(coming, Future) else coming()
+        return self._memory
 
 
 class _Chain:
@@ -206,6 +223,8 @@ class _Chain:
         self._stop = LinkedEvent(cancel)
         self._workers: Workers | None = None
         self._pieces: deque[_Piece] = deque()
+        # Memory of blocks that were taken, for those that follow.
+        self._spare: list[mmap.mmap] = []
         self._next_start = 0
         self._next_bytes = 0
         self._end = 0
@@ -220,12 +239,12 @@ class _Chain:
         self._end = end
         self._depth = depth
 
-    def take(self) -> bytearray:
+    def take(self) -> bytes:
         """The next piece as a whole."""
         self._extend()
         piece = self._pieces[0]
-        data = self._content(piece)
-        self._pieces.popleft()
+        data = bytes(self._content(piece))
+        self._forget_first()
         self.position = piece.wanted.end
         return data
 
@@ -238,11 +257,12 @@ class _Chain:
             data = self._content(piece)
             offset = self.position - piece.wanted.start
             count = min(len(target), len(data) - offset)
-            target[:count] = memoryview(data)[offset : offset + count]
+            target[:count] = data[offset : offset + count]
+            data.release()
             target = target[count:]
             self.position += count
             if self.position == piece.wanted.end:
-                self._pieces.popleft()
+                self._forget_first()
                 # Read to its end: more will follow.
                 self._depth = min(self._depth * 2, self._read_ahead)
 
@@ -260,7 +280,7 @@ class _Chain:
             self.start(position, self._found.size_bytes, first_bytes=first, depth=1)
             return
         while self._pieces and self._pieces[0].wanted.end <= position:
-            self._pieces.popleft()
+            self._forget_first()
         self.position = position
 
     def _extend(self) -> None:
@@ -268,44 +288,49 @@ class _Chain:
         while self._next_start < self._end and len(self._pieces) < self._depth:
             end = min(self._next_start + self._next_bytes, self._end)
             wanted = ByteRange(self._next_start, end)
-            arriving = None
-            if self._depth > 1:
+            fetch = self._fetcher(wanted)
+            if self._depth == 1 or (not self._pieces and end == self._end):
+                # Nothing else to do meanwhile: a small file needs no thread.
+                self._pieces.append(_Piece(wanted, fetch))
+            else:
                 if self._workers is None:
                     self._workers = Workers(self._read_ahead, "trainmount-read")
-                arriving = self._workers.submit(self._fetcher(wanted))
-            self._pieces.append(_Piece(wanted, arriving))
+                self._pieces.append(_Piece(wanted, self._workers.submit(fetch)))
             self._next_start = end
             self._next_bytes = min(self._next_bytes * 2, self._block_bytes)
 
-    def _fetcher(self, wanted: ByteRange) -> Any:
+    def _fetcher(self, wanted: ByteRange) -> Callable[[], mmap.mmap]:
+        """Gets a piece; the memory is taken now, by the reader's own thread."""
         volume, found, stop = self._volume, self._found, self._stop
+        whole = len(wanted) == self._block_bytes
+        memory = self._spare.pop() if whole and self._spare else anonymous(len(wanted))
 
-        def fetch() -> bytearray:
-            buffer = bytearray(len(wanted))
-            version = found.version or None
-            volume.read_into(found.path, wanted, buffer, version=version, cancel=stop)
-            return buffer
+        def fetch() -> mmap.mmap:
+            with memoryview(memory) as buffer:
+                version = found.version or None
+                volume.read_into(found.path, wanted, buffer, version=version, cancel=stop)
+            return memory
 
         return fetch
 
-    def _content(self, piece: _Piece) -> bytearray:
+    def _content(self, piece: _Piece) -> memoryview:
         """Wait for a piece. After a failure it and what follows will be asked for again."""
         if self._cancel is not None and self._cancel.is_set():
             raise Cancelled("read", self._found.path, "cancelled")
         try:
-            if piece.arriving is None:
-                data: bytearray = self._fetcher(piece.wanted)()
-                piece.arriving = Future()
-                piece.arriving.set_result(data)
-                return data
-            return piece.arriving.result()
+            return memoryview(piece.memory())
         except BaseException:
             at = self.position
             self.start(at, self._end, first_bytes=len(piece.wanted), depth=self._depth)
             raise
 
+    def _forget_first(self) -> None:
+        piece = self._pieces.popleft()
+        if piece.is_there and len(piece.wanted) == self._block_bytes:
+            self._spare.append(piece.memory())
+
     def _drop(self) -> None:
-        if any(p.arriving is not None and not p.arriving.done() for p in self._pieces):
+        if any(piece.is_on_its_way for piece in self._pieces):
             self._stop.set()
             self._stop = LinkedEvent(self._cancel)
         self._pieces.clear()

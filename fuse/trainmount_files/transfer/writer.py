@@ -10,8 +10,10 @@ the memory, then `write` waits.
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -22,6 +24,7 @@ from typing import Any, Final
 from trainmount_files.cancellation import LinkedEvent
 from trainmount_files.errors import Cancelled, TooLarge
 from trainmount_files.transfer.budget import MemoryBudget, shared_budget
+from trainmount_files.transfer.local_files import local_errors
 from trainmount_files.transfer.parts import Part, PartSizes
 from trainmount_files.transfer.workers import Workers
 from trainmount_files.volume import FileStat, Progress, Upload, Volume
@@ -90,6 +93,7 @@ class VolumeWriter(io.RawIOBase):
         super().__init__()
         self._volume = volume
         self._path = path
+        self._pid = os.getpid()
         self._sizes = sizes
         self._overwrite = overwrite
         self._parallelism = parallelism
@@ -99,7 +103,9 @@ class VolumeWriter(io.RawIOBase):
         self._workers = Workers(parallelism, "trainmount-upload")
         self._part: Part | None = None
         # Parts on their way, oldest first.
-        self._sending: deque[Future[None]] = deque()
+        self._sending: deque[tuple[Future[None], Part]] = deque()
+        # Stored, and kept for the next part: fresh memory costs as much as the copy into it.
+        self._spare: Part | None = None
         self._sent_parts = 0
         self._position = 0
         self._upload: Upload | None = None
@@ -112,12 +118,8 @@ class VolumeWriter(io.RawIOBase):
 
     def __del__(self) -> None:
         # Not `close`, which would publish half of a file that an exception has cut short.
-        if not self.closed and hasattr(self, "_stored"):
-            _LOG.warning(
-                "A file that was being written was never closed; nothing of it is stored",
-                extra={"path": self._path},
-            )
-            self.abort()
+        if hasattr(self, "_stored"):
+            self._give_up()
 
     def __exit__(
         self,
@@ -192,6 +194,21 @@ class VolumeWriter(io.RawIOBase):
         self._fail(Cancelled("upload", self._path, "the file was given up"))
         self._end()
 
+    def _give_up(self) -> None:
+        """Abort a file that nobody will close any more, and say so."""
+        if self.closed:
+            return
+        if os.getpid() != self._pid:
+            # A copy in a forked child: the file is the parent's.
+            super().close()
+            return
+        _LOG.warning(
+            "%s was being written and never closed; nothing of it is stored",
+            self._path,
+            extra={"path": self._path},
+        )
+        self.abort()
+
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError("write to a closed file")
@@ -229,15 +246,31 @@ class VolumeWriter(io.RawIOBase):
             raise TooLarge("upload", self._path, reason)
         size = self._sizes.size_of(number)
         memory = Part.memory_of(size)
-        # The first may always be taken; more than that only while the process has room.
-        while len(self._sending) >= self._parallelism or (
-            self._sending and not self._budget.take_nowait(memory)
-        ):
+        # One more is being filled than is on its way.
+        while len(self._sending) >= self._parallelism:
             self._reap()
-        else:
+        while True:
+            spare, self._spare = self._spare, None
+            if spare is not None and spare.size_bytes == size:
+                spare.filled = 0
+                return spare
+            if spare is not None:
+                spare.free()
             if not self._sending:
+                # The first may always be taken; more than that only while the process has room.
                 self._budget.take(memory)
-        return Part(size, self._budget)
+                return self._allocate(size)
+            if self._budget.take_nowait(memory):
+                return self._allocate(size)
+            self._reap()
+
+    def _allocate(self, size_bytes: int) -> Part:
+        try:
+            with local_errors("upload", self._path):
+                return Part(size_bytes, self._budget)
+        except BaseException:
+            self._budget.give_back(Part.memory_of(size_bytes))
+            raise
 
     def _send_part(self) -> None:
         """Hand the current part to a thread."""
@@ -255,18 +288,21 @@ class VolumeWriter(io.RawIOBase):
                 part.free()
                 raise
         upload, report = self._upload, self._report
-        self._sending.append(self._workers.submit(lambda: _send(upload, number, part, report)))
+        sending = self._workers.submit(lambda: _send(upload, number, part, report))
+        self._sending.append((sending, part))
 
     def _reap(self) -> None:
         """Wait until one part more is stored; raise what it failed with."""
-        while not any(future.done() for future in self._sending):
+        while not any(future.done() for future, _ in self._sending):
             if self._stop.is_set():
                 raise Cancelled("upload", self._path, "cancelled")
-            wait(self._sending, _POLL_SECONDS, FIRST_COMPLETED)
-        done = [future for future in self._sending if future.done()]
-        self._sending = deque(future for future in self._sending if not future.done())
-        for future in done:
-            future.result()
+            wait([future for future, _ in self._sending], _POLL_SECONDS, FIRST_COMPLETED)
+        for entry in [entry for entry in self._sending if entry[0].done()]:
+            entry[0].result()
+            self._sending.remove(entry)
+            if self._spare is not None:
+                self._spare.free()
+            self._spare = entry[1]
 
     def _report(self, num_bytes: int) -> None:
         if self._progress is not None:
@@ -284,21 +320,28 @@ class VolumeWriter(io.RawIOBase):
 
     def _end(self) -> None:
         self._workers.close(_END_SECONDS)
-        if self._part is not None:
-            self._part.free()
-            self._part = None
+        for part in (*(part for _, part in self._sending), self._part, self._spare):
+            if part is not None:
+                part.free()
         self._sending.clear()
+        self._part = self._spare = None
         _OPEN.discard(self)
         super().close()
 
 
 def _send(upload: Upload, number: int, part: Part, report: Progress) -> None:
-    try:
-        upload.put_part(number, part.content())
-        report(part.filled)
-    finally:
-        part.free()
+    upload.put_part(number, part.content())
+    report(part.filled)
 
 
 _OPEN: Final[weakref.WeakSet[VolumeWriter]] = weakref.WeakSet()
-"""Writers that are neither closed nor aborted; the interpreter's end reports them."""
+"""Writers that are neither closed nor aborted."""
+
+
+def _report_open_writers() -> None:
+    """At the interpreter's end: what was never closed is not stored, and nobody else would say."""
+    for writer in list(_OPEN):
+        writer._give_up()
+
+
+atexit.register(_report_open_writers)
