@@ -45,6 +45,7 @@ class Store:
     url: str
     directory: Path
     faults: Path
+    pid: int
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -60,18 +61,19 @@ class Store:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Store]:
+def serving(folder: Path, *, fsync: bool = False) -> Iterator[Store]:
     """A server of its own process over `folder`/served.
 
-    It does not fsync what is uploaded: the store shall cost as little as it can, so that the ratios
-    show the clients.
+    It does not fsync what is uploaded unless told to: the store shall cost as little as it can, so
+    that the ratios show the clients.
     """
     folder.mkdir(parents=True)
     served, ready, faults = folder / "served", folder / "ready", folder / "faults.json"
     directory = served / ROOT.removeprefix("/Volumes/")
     directory.mkdir(parents=True)
     faults.write_text("[]")
-    command = [sys.executable, "-m", "trainmount_files.server", str(served), "--no-fsync"]
+    command = [sys.executable, "-m", "trainmount_files.server", str(served)]
+    command += [] if fsync else ["--no-fsync"]
     command += ["--faults", str(faults), "--ready-file", str(ready)]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
@@ -79,7 +81,8 @@ def serving(folder: Path) -> Iterator[Store]:
         )
     try:
         _wait(ready.exists, server, folder / "server.log", "the local server")
-        yield Store(url=ready.read_text().strip(), directory=directory, faults=faults)
+        url = ready.read_text().strip()
+        yield Store(url=url, directory=directory, faults=faults, pid=server.pid)
     finally:
         _end(server)
 

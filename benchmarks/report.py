@@ -32,6 +32,7 @@ _TITLES: Final = {
     "checkpoints": "Checkpoints",
     "takeover": "The death of a daemon",
     "files_api": "The Files API",
+    "server_bodies": "The local server",
     "apply_to_pods": "From apply to pods",
 }
 """The topics in the document's order."""

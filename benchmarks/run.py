@@ -30,6 +30,7 @@ TOPICS: Final = (
     "checkpoints",
     "takeover",
     "files_api",
+    "server_bodies",
     "apply_to_pods",
 )
 
