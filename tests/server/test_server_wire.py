@@ -142,6 +142,12 @@ def test_a_chunked_body_is_stored_whole(http: Http) -> None:
     assert http("GET", f"{FILES}/chunked").data == b"".join(pieces)
 
 
+def test_one_empty_file_after_another_is_stored(http: Http, served: Path) -> None:
+    for name in ("a", "b", "c"):
+        assert http("PUT", f"{FILES}/{name}", body=b"", timeout=10).status == 204
+        assert (served / VOLUME / name).read_bytes() == b""
+
+
 def test_a_client_that_asks_before_it_sends_is_told_to_go_on(server: LocalServer) -> None:
     head = f"PUT {FILES}/file HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     head += "Expect: 100-continue\r\nConnection: close\r\n"

@@ -184,6 +184,9 @@ def _read(fd: int, span: ByteRange, *, cached: bool = False) -> bytearray:
 
 
 async def _chunks(call: Call) -> AsyncIterator[bytes]:
+    if not call.request.can_read_body:
+        # All requests without a body share one stream, whose chunks never end the second time.
+        return
     # Not `iter_any`, which copies what it has into one piece.
     async for chunk, _is_end in call.request.content.iter_chunks():
         yield chunk
