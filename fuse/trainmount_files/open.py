@@ -4,6 +4,7 @@ a volume's URL.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -17,8 +18,8 @@ __all__ = ["open_volume"]
 _NAMES_OF_A_VOLUME: Final = 3
 
 _EXPECTED: Final = (
-    "must be /Volumes[/<catalog>[/<schema>[/<volume>[/...]]]], dbfs:/Volumes/... "
-    "or file:///directory"
+    "must be /Volumes[/<catalog>[/<schema>[/<volume>[/...]]]], dbfs:/Volumes/..., "
+    "file:///directory, s3://bucket[/prefix], gs://bucket[/prefix] or az://container[/prefix]"
 )
 
 _ELSEWHERE: Final = {
@@ -32,19 +33,33 @@ _ELSEWHERE: Final = {
 """Places that look like a volume's, by the first name of their path."""
 
 
+_BUCKETS: Final = ("s3:", "s3a:", "gs:", "gcs:", "az:", "azure:", "abfs:", "abfss:")
+
+
 def open_volume(
-    url: str, *, host: str | None = None, token: str | None = None, profile: str | None = None
+    url: str,
+    *,
+    host: str | None = None,
+    token: str | None = None,
+    profile: str | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Volume:
-    """The volume behind `url`: `/Volumes/c/s/v[/sub]`, the same after `dbfs:`, or
-    `file:///directory`; `/Volumes`, `/Volumes/c` and `/Volumes/c/s` are one tree of all volumes
-    below (`CatalogVolume`).
+    """The volume behind `url`: `/Volumes/c/s/v[/sub]`, the same after `dbfs:`,
+    `file:///directory`, or a bucket: `s3://bucket[/prefix]`, `gs://…`, `az://container[/prefix]`,
+    `abfss://container@account.dfs.core.windows.net[/prefix]`; `/Volumes`, `/Volumes/c` and
+    `/Volumes/c/s` are one tree of all volumes below (`CatalogVolume`).
 
     `host`, `token` and `profile` are for the Files API; without them the databricks SDK's own
     configuration decides (`DATABRICKS_HOST`, `DATABRICKS_TOKEN`, profiles, OAuth). A profile that
     is named here counts before the environment. No request is sent before the first use.
 
+    `options` are for buckets: `endpoint`, `region`, `access_key_id` … (`BucketOptions.storage`);
+    without them the cloud's own variables and default chain decide (`AWS_ACCESS_KEY_ID`,
+    `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME` …).
+
     Raises:
-        InvalidRequest: the URL is none of the above.
+        InvalidRequest: the URL is none of the above, or an option is wrong.
+        Unsupported: a bucket, without the extra `bucket`.
         NotFound: the directory of a `file://` URL does not exist.
     """
     if url.startswith("file:"):
@@ -60,6 +75,11 @@ def open_volume(
         if len(root.split("/")) - 2 < _NAMES_OF_A_VOLUME:
             return CatalogVolume(root, credentials)
         return FilesApiVolume(root, credentials)
+    if url.startswith(_BUCKETS):
+        # Imported late: obstore is an extra.
+        from trainmount_files.bucket import BucketOptions, BucketVolume, parse_location
+
+        return BucketVolume(parse_location(url), BucketOptions(storage=dict(options or {})))
     for begin, reason in _ELSEWHERE.items():
         if url == begin or url.startswith(f"{begin}/"):
             raise InvalidRequest("open", _without_query(url), reason)

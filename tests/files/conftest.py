@@ -1,17 +1,24 @@
-"""A directory and the Files API behind one fixture, and a server whose faults are on purpose."""
+"""Every kind of volume behind one fixture, and a server whose faults are on purpose.
+
+With `--real-bucket` the fixture is a bucket of a real S3 server, with `--volume URL` a directory of
+whatever volume is there: `pytest tests/files/test_volume_contract.py --volume /Volumes/c/s/v`.
+"""
 
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.external.s3_server import BUCKET, S3Server, running_s3_server
 
-from trainmount_files import Volume
+from trainmount_files import NotFound, Volume, list_directory, open_volume
+from trainmount_files.bucket import BucketOptions, BucketVolume, Location
 from trainmount_files.directory import DirectoryVolume
 from trainmount_files.files_api import FilesApiVolume
 from trainmount_files.files_api.options import FilesApiOptions
@@ -58,25 +65,107 @@ def remote(server: LocalServer) -> Iterator[FilesApiVolume]:
     volume.close()
 
 
-@pytest.fixture(params=["directory", "files-api", "files-api-direct"])
+KINDS = ["directory", "files-api", "files-api-direct", "bucket"]
+"""What every contract test runs over; the last keeps its keys in memory."""
+
+BUCKET_OPTIONS = BucketOptions(
+    part_size_bytes=16 << 10,
+    window_bytes=64 << 10,
+    page_entries=100,
+    retry=OPTIONS.retry,
+)
+
+REAL_BUCKET_OPTIONS = BucketOptions(
+    # S3 takes no smaller parts.
+    part_size_bytes=5 << 20,
+    window_bytes=10 << 20,
+    page_entries=100,
+    retry=RetryPolicy(deadline_seconds=10, first_delay_seconds=0.05, max_delay_seconds=0.5),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--real-bucket", action="store_true", help="the volume suite over an S3 server it starts"
+    )
+    parser.addoption(
+        "--volume",
+        metavar="URL",
+        help="the volume suite over a new directory in this volume, which it removes afterwards",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "volume" in metafunc.fixturenames:
+        config = metafunc.config
+        kinds = KINDS
+        if config.getoption("--volume", default=None):
+            kinds = ["given"]
+        elif config.getoption("--real-bucket", default=False):
+            kinds = ["s3"]
+        metafunc.parametrize("volume", kinds, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with running_s3_server() as server:
+        yield server
+
+
+@pytest.fixture
 def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Volume]:
     """An empty volume of each kind."""
-    if request.param == "directory":
-        (tmp_path / "plain").mkdir()
-        yield DirectoryVolume(tmp_path / "plain")
-        return
-    server: LocalServer = request.getfixturevalue("server")
-    direct = 1 << 30 if request.param == "files-api-direct" else 0
-    options = FilesApiOptions(
-        multipart_threshold_bytes=OPTIONS.multipart_threshold_bytes,
-        part_size_bytes=OPTIONS.part_size_bytes,
-        min_part_bytes=1,
-        direct_read_max_bytes=direct,
-        retry=OPTIONS.retry,
-    )
-    opened = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), options)
+    name = f"trainmount-{uuid.uuid4().hex}"
+    opened: Volume
+    match request.param:
+        case "directory":
+            (tmp_path / "plain").mkdir()
+            opened = DirectoryVolume(tmp_path / "plain")
+        case "bucket":
+            opened = BucketVolume(Location("memory", name, "a/prefix"), BUCKET_OPTIONS)
+        case "s3":
+            server: S3Server = request.getfixturevalue("s3_server")
+            options = replace(REAL_BUCKET_OPTIONS, storage=server.storage)
+            opened = BucketVolume(Location("s3", BUCKET, name), options)
+        case "given":
+            with given_volume(request.config.getoption("--volume"), name) as opened:
+                yield opened
+            return
+        case kind:
+            files: LocalServer = request.getfixturevalue("server")
+            direct = 1 << 30 if kind == "files-api-direct" else 0
+            opened = FilesApiVolume(
+                ROOT,
+                Credentials(host=files.url, token=TOKEN),
+                replace(OPTIONS, direct_read_max_bytes=direct),
+            )
     yield opened
     opened.close()
+
+
+@contextmanager
+def given_volume(url: str, name: str) -> Iterator[Volume]:
+    """A new directory of a real volume."""
+    around = open_volume(url)
+    around.make_directory(name)
+    opened = open_volume(f"{url.rstrip('/')}/{name}")
+    try:
+        yield opened
+    finally:
+        opened.close()
+        remove_tree(around, name)
+        around.close()
+
+
+def remove_tree(volume: Volume, path: str) -> None:
+    for entry in list(list_directory(volume, path)):
+        if entry.is_directory:
+            remove_tree(volume, entry.path)
+        else:
+            volume.delete(entry.path)
+    # A bucket's directory may be gone with its last file.
+    with suppress(NotFound):
+        volume.remove_directory(path)
 
 
 @dataclass(frozen=True, kw_only=True)

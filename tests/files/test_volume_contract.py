@@ -1,11 +1,12 @@
-"""What every volume promises, run over each kind: a directory, and the Files API by both ways to
-the bytes.
+"""What every volume promises, run over each kind: a directory, the Files API by both ways to the
+bytes, and a bucket; `conftest.py` says how to run it over a real one.
 """
 
 from __future__ import annotations
 
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ from trainmount_files import (
     VolumeError,
     list_directory,
 )
+from trainmount_files.bucket import BucketVolume
+from trainmount_files.paths import join
+from trainmount_files.volume import list_pages
 
 ODD_NAMES = [
     "a b",
@@ -62,6 +66,18 @@ def store_file(volume: Volume, path: str, data: bytes, tmp_path: Path) -> FileSt
     local.write_bytes(data)
     with local.open("rb") as source:
         return volume.upload(path, source, len(data))
+
+
+def make_empty_files(volume: Volume, tmp_path: Path, directory: str, names: list[str]) -> None:
+    """Many at once; where the store is a directory of this machine, straight into it."""
+    for root in (tmp_path / "served" / "main" / "default" / "data", tmp_path / "plain"):
+        if root.exists():
+            for name in names:
+                (root / directory / name).touch()
+            return
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(lambda name: volume.put(join(directory, name), b""), names):
+            pass
 
 
 def names(volume: Volume, path: str = "") -> list[str]:
@@ -316,10 +332,32 @@ def test_an_exclusive_upload_loses_the_race_at_complete(volume: Volume) -> None:
 
 def test_a_file_that_was_deleted_is_gone(volume: Volume) -> None:
     volume.put("d/file", b"1")
+    volume.put("d/other", b"2")
     volume.delete("d/file")
     with pytest.raises(NotFound):
         volume.stat("d/file")
+    assert names(volume, "d") == ["other"]
+
+
+def test_a_directory_that_was_made_stays_without_its_files(volume: Volume) -> None:
+    volume.make_directory("d")
+    volume.put("d/file", b"1")
+    volume.delete("d/file")
+    assert volume.stat("d").is_directory
     assert names(volume, "d") == []
+    assert names(volume) == ["d"]
+
+
+def test_a_directory_that_came_with_a_file_stays_as_the_volume_says(volume: Volume) -> None:
+    volume.put("d/file", b"1")
+    volume.delete("d/file")
+    if volume.capabilities.keeps_directories:
+        assert names(volume, "d") == []
+    else:
+        with pytest.raises(NotFound):
+            volume.stat("d")
+        with pytest.raises(NotFound):
+            volume.list_page("d")
 
 
 @pytest.mark.parametrize("size_bytes", [0, 10, 200_000])
@@ -358,18 +396,21 @@ def test_directories_are_made_with_parents_and_removed_when_empty(volume: Volume
     assert names(volume, "a") == []
 
 
-def test_a_directory_of_more_than_a_page_is_listed_whole(volume: Volume, tmp_path: Path) -> None:
-    root = tmp_path / "served" / "main" / "default" / "data"
-    if not root.exists():
-        root = tmp_path / "plain"
-    expected = [f"{number:05}" for number in range(2000)]
-    for name in expected:
-        (root / name).touch()
-    first = volume.list_page("")
-    assert len(first.entries) == 1000
-    second = volume.list_page("", first.next_page_token)
-    assert second.next_page_token is None
-    assert sorted(entry.name for entry in (*first.entries, *second.entries)) == expected
+@pytest.mark.parametrize("directory", ["", "a/b"])
+def test_a_directory_of_more_than_a_page_is_listed_whole(
+    volume: Volume, tmp_path: Path, directory: str
+) -> None:
+    pages = list_pages(volume, directory)
+    if directory:
+        volume.make_directory(directory)
+    # A page of a bucket here has 100 entries.
+    count = 250 if isinstance(volume, BucketVolume) else 2000
+    expected = [f"{number:05}" for number in range(count)]
+    make_empty_files(volume, tmp_path, directory, expected)
+    found = [[entry.name for entry in page.entries] for page in pages]
+    assert sorted(name for page in found for name in page) == expected
+    assert len(found) >= 2
+    assert max(len(page) for page in found) <= 1000
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)

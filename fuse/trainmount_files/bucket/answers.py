@@ -1,0 +1,159 @@
+"""From obstore's errors to ours. obstore tells HTTP status and the store's code only in an error's
+text, so this is the one place that reads such texts. They hold URLs, and a signature where the
+store repeats it: nothing of them but the status, the code and the system's words is passed on.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from trainmount_files.errors import (
+    AlreadyExists,
+    InexactRange,
+    InvalidRequest,
+    IsADirectory,
+    NotADirectory,
+    NotFound,
+    PermissionDenied,
+    PreconditionFailed,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+    VolumeError,
+)
+from trainmount_files.redaction import one_line
+
+__all__ = ["refused_key", "to_volume_error"]
+
+_STATUS: Final = re.compile(r"\bstatus(?: code)?: (\d{3})\b")
+_CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>")
+_SYSTEM: Final = re.compile(r'kind: \w+, message: "([^"]{1,120})"')
+_NO_CREDENTIALS: Final = re.compile(r"//(169\.254\.|metadata\.google\.internal|\[fd00:ec2)")
+_NOT_THE_RANGE: Final = re.compile(
+    r"\b(NotPartial|UnexpectedRange|NoContentRange|ParseRange|StartTooLarge|Inconsistent)\b"
+)
+_REFUSED_KEY: Final = re.compile(
+    r'[Pp]ath "(.*?)"(?: contained empty|: Encountered illegal)', re.DOTALL
+)
+
+_BY_CLASS: Final[dict[str, type[VolumeError]]] = {
+    "FileNotFoundError": NotFound,
+    "AlreadyExistsError": AlreadyExists,
+    "PreconditionError": PreconditionFailed,
+    "PermissionDeniedError": PermissionDenied,
+    "UnauthenticatedError": Unauthenticated,
+    "NotSupportedError": Unsupported,
+    "InvalidPathError": InvalidRequest,
+    "UnknownConfigurationKeyError": InvalidRequest,
+}
+
+_BY_STATUS: Final[dict[int, type[VolumeError]]] = {
+    401: Unauthenticated,
+    403: PermissionDenied,
+    404: NotFound,
+    408: Unavailable,
+    409: AlreadyExists,
+    412: PreconditionFailed,
+    413: TooLarge,
+    416: InexactRange,
+    429: Unavailable,
+}
+
+_BY_CODE: Final[dict[str, type[VolumeError]]] = {
+    "InvalidAccessKeyId": Unauthenticated,
+    "SignatureDoesNotMatch": Unauthenticated,
+    "ExpiredToken": Unauthenticated,
+    "InvalidToken": Unauthenticated,
+    "TokenRefreshRequired": Unauthenticated,
+    "AuthenticationFailed": Unauthenticated,
+    "InvalidAuthenticationInfo": Unauthenticated,
+    "NoAuthenticationInformation": Unauthenticated,
+    "EntityTooLarge": TooLarge,
+    "RequestBodyTooLarge": TooLarge,
+    # Gateways over a file system.
+    "ObjectParentIsFile": NotADirectory,
+    "ExistingObjectIsDirectory": IsADirectory,
+    "SlowDown": Unavailable,
+    "ServerBusy": Unavailable,
+    "OperationTimedOut": Unavailable,
+    # Somebody else writes the same key at this moment.
+    "ConditionalRequestConflict": Unavailable,
+}
+
+_REASONS: Final[dict[type[VolumeError], str]] = {
+    NotFound: "nothing is there",
+    AlreadyExists: "something is at the path",
+    PreconditionFailed: "the file has changed",
+    PermissionDenied: "the identity may not do this",
+    Unauthenticated: "the store does not accept the credentials",
+    InexactRange: "the store did not answer with the range that was asked for",
+    IsADirectory: "is a directory",
+    NotADirectory: "a parent of it is a file",
+    TooLarge: "above a limit of the store",
+    Unsupported: "the store cannot do this",
+    InvalidRequest: "the store refuses the request",
+    Unavailable: "the store cannot be reached",
+}
+
+_CREDENTIALS_HINT: Final = (
+    "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, "
+    "or give storage options"
+)
+
+
+def to_volume_error(error: Exception, operation: str, path: str) -> VolumeError:
+    """What an error of obstore means for the caller. Never holds the error or its text."""
+    text = str(error)
+    key = refused_key(error)
+    if key is not None:
+        return InvalidRequest(operation, path, f"no path can name the key {key}")
+    if isinstance(error, UnicodeError):
+        return InvalidRequest(operation, ascii(path)[1:-1], "the name is no Unicode text")
+    if _NO_CREDENTIALS.search(text):
+        # It had nothing else to try than the metadata service of a machine in a cloud.
+        return Unauthenticated(operation, path, _CREDENTIALS_HINT)
+    found_status = _STATUS.search(text)
+    status = int(found_status[1]) if found_status else 0
+    found_code = _CODE.search(text)
+    code = found_code[1] if found_code else ""
+    kind = _kind(error, text, status, code)
+    reason = _REASONS[kind]
+    if code in ("NoSuchBucket", "ContainerNotFound"):
+        reason = "no such bucket"
+    told = [f"HTTP {status}" if status else "", code]
+    if not status and kind is Unavailable:
+        system = _SYSTEM.findall(text)
+        told.append(one_line(system[-1]).lower() if system else "")
+    details = " ".join(word for word in told if word)
+    return kind(operation, path, f"{reason} ({details})" if details else reason)
+
+
+def _kind(error: Exception, text: str, status: int, code: str) -> type[VolumeError]:
+    if code in _BY_CODE:
+        return _BY_CODE[code]
+    by_class = _BY_CLASS.get(type(error).__name__)
+    if by_class is not None:
+        return by_class
+    if status in _BY_STATUS:
+        return _BY_STATUS[status]
+    if 400 <= status < 500:
+        return InvalidRequest
+    if _NOT_THE_RANGE.search(text):
+        return InexactRange
+    if isinstance(error, ValueError | TypeError):
+        return InvalidRequest
+    if isinstance(error, RuntimeError):
+        # obstore's word for what a store has no call for.
+        return Unsupported
+    return Unavailable
+
+
+def refused_key(error: Exception) -> str | None:
+    """The key that obstore met and takes for no path, escaped; None for any other error."""
+    found = _REFUSED_KEY.search(str(error))
+    if found is None:
+        return None
+    return one_line(ascii(found[1]))

@@ -1,0 +1,140 @@
+"""How files and directories are kept as keys of a bucket. Called by all of the package.
+
+A bucket has no directories. One that `make_directory` made is a key of no bytes named
+`.trainmount-directory` in it, which no listing shows; any other is there as long as a key begins
+with its name and a slash. Other tools keep a directory by a key that ends in a slash: obstore reads
+that key as the directory's own name and cannot write or delete it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from types import ModuleType
+from typing import Any, Final
+
+from trainmount_files.errors import InvalidRequest, IsADirectory
+from trainmount_files.paths import STAGING_NAME, split
+from trainmount_files.volume import FileStat
+
+__all__ = [
+    "DIRECTORY_KEY",
+    "Meta",
+    "Opened",
+    "check_file_name",
+    "check_name",
+    "is_etag",
+    "is_hidden",
+    "to_stat",
+    "version_of",
+]
+
+DIRECTORY_KEY: Final = ".trainmount-directory"
+
+Meta = dict[str, Any]
+"""obstore's ObjectMeta: `path`, `size`, `last_modified`, `e_tag`."""
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+_NO_ETAG: Final = "m:"
+
+
+class Opened:
+    """A store together with the copy of obstore that made it."""
+
+    def __init__(self, library: ModuleType, store: Any) -> None:
+        self.library = library
+        self.store = store
+
+    async def head(self, key: str) -> Meta | None:
+        """None where no object has that key."""
+        try:
+            found: Meta = await self.library.head_async(self.store, key)
+        except FileNotFoundError:
+            return None
+        return found
+
+    async def keys_below(self, key: str, most: int) -> list[Meta]:
+        """Up to `most` keys that begin with `key` and a slash, or are that, in one request."""
+        stream = self.library.list(self.store, key or None, chunk_size=most)
+        try:
+            found: list[Meta] = await anext(stream)
+        except StopAsyncIteration:
+            return []
+        return list(found)
+
+    async def has_below(self, key: str) -> bool:
+        """Whether a directory is there."""
+        try:
+            return bool(await self.keys_below(key, 1))
+        except (ValueError, self.library.exceptions.InvalidPathError):
+            # There is a key, and no path can name it.
+            return True
+
+    async def put_directory(self, key: str) -> None:
+        """Keep a directory; one that is kept stays as it is."""
+        with suppress(self.library.exceptions.AlreadyExistsError):
+            await self.library.put_async(
+                self.store, f"{key}/{DIRECTORY_KEY}", b"", mode="create", use_multipart=False
+            )
+
+
+def check_name(operation: str, path: str) -> tuple[str, ...]:
+    """The names of `path`.
+
+    Raises:
+        InvalidRequest: a name is reserved, or no key that obstore takes can hold it.
+    """
+    names = split(operation, path)
+    for name in names:
+        if any(ord(character) < 32 or character == "\x7f" for character in name):
+            raise InvalidRequest(
+                operation, ascii(path)[1:-1], "a bucket's names must not hold control characters"
+            )
+    if DIRECTORY_KEY in names or (names and names[0] == STAGING_NAME):
+        raise InvalidRequest(
+            operation, path, f"the names {DIRECTORY_KEY} and {STAGING_NAME} are reserved"
+        )
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(operation, ascii(path)[1:-1], "the name is no Unicode text") from None
+    return names
+
+
+def check_file_name(operation: str, path: str) -> tuple[str, ...]:
+    """As `check_name`; raises IsADirectory for the root."""
+    names = check_name(operation, path)
+    if not names:
+        raise IsADirectory(operation, path, "is the volume's root")
+    return names
+
+
+def is_hidden(directory: str, name: str) -> bool:
+    """Whether an entry of `directory` is ours and no file of the volume."""
+    return name == DIRECTORY_KEY or (not directory and name == STAGING_NAME)
+
+
+def version_of(meta: Meta) -> str:
+    """The ETag as it stands; of a store that gives none, size and modification time."""
+    etag = meta["e_tag"]
+    return etag or f"{_NO_ETAG}{meta['size']}-{_mtime_ns(meta)}"
+
+
+def is_etag(version: str) -> bool:
+    return not version.startswith(_NO_ETAG)
+
+
+def to_stat(path: str, meta: Meta) -> FileStat:
+    return FileStat(
+        path,
+        is_directory=False,
+        size_bytes=meta["size"],
+        mtime_ns=_mtime_ns(meta),
+        version=version_of(meta),
+    )
+
+
+def _mtime_ns(meta: Meta) -> int:
+    since: timedelta = meta["last_modified"] - _EPOCH
+    return since // timedelta(microseconds=1) * 1000

@@ -1,0 +1,249 @@
+"""Bytes into a bucket: files of one request, of many parts in order, and of numbered parts.
+
+obstore has a writer of one object, whose parts follow each other; it sends several at a time, and
+makes the object visible when it is closed. It cannot create exclusively, so an exclusive file of
+several parts is written under a key of its own and then copied to its place by the store, in one
+step that loses to whatever is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections import deque
+from contextlib import suppress
+from typing import Any, Final
+
+from trainmount_files.bucket.keys import Opened
+from trainmount_files.bucket.library import Calls
+from trainmount_files.bucket.location import Location
+from trainmount_files.bucket.options import MAX_PARTS, BucketOptions
+from trainmount_files.errors import TooLarge, VolumeError
+from trainmount_files.paths import STAGING_NAME
+from trainmount_files.retry import Cancellation
+from trainmount_files.volume import Buffer, Progress
+
+__all__ = ["MAX_COPY_BYTES", "ObjectWriter", "Writing", "whole_bytes"]
+
+MAX_COPY_BYTES: Final = 5 << 30
+"""Of one copy by S3; obstore makes no copies of several parts."""
+
+_ABORT_SECONDS: Final = 10.0
+
+_CANCELLED_ABORT_SECONDS: Final = 1.0
+"""Whoever cancels is waiting."""
+
+
+def whole_bytes(data: Buffer) -> bytes:
+    """`data` as what nobody changes any more; not copied where it is that already."""
+    return data if isinstance(data, bytes) else bytes(data)
+
+
+class Writing:
+    """What a volume writes with, in one process."""
+
+    def __init__(
+        self, opened: Opened, calls: Calls, location: Location, options: BucketOptions
+    ) -> None:
+        self.opened = opened
+        self.calls = calls
+        self.location = location
+        self.options = options
+
+    def check_exclusive(self, operation: str, path: str, size_bytes: int) -> None:
+        """Raises TooLarge where a file of that size cannot be created with `overwrite=False`."""
+        if self.location.scheme == "s3" and size_bytes > MAX_COPY_BYTES:
+            raise TooLarge(
+                operation,
+                path,
+                f"S3 creates no more than {MAX_COPY_BYTES} bytes exclusively (overwrite=False)",
+            )
+
+    def put(
+        self,
+        operation: str,
+        path: str,
+        data: bytes,
+        *,
+        overwrite: bool,
+        cancel: Cancellation | None = None,
+    ) -> str:
+        """Store an object in one request; its ETag, empty where the store gives none.
+
+        Raises:
+            AlreadyExists: `overwrite=False` and the key is taken.
+        """
+        opened, key = self.opened, self.location.key(path)
+
+        async def call() -> str:
+            result = await opened.library.put_async(
+                opened.store,
+                key,
+                data,
+                mode="overwrite" if overwrite else "create",
+                use_multipart=False,
+            )
+            return result["e_tag"] or ""
+
+        return self.calls.run(operation, path, call, cancel)
+
+    def writer(
+        self,
+        operation: str,
+        path: str,
+        *,
+        part_bytes: int,
+        overwrite: bool,
+        progress: Progress | None = None,
+        cancel: Cancellation | None = None,
+    ) -> ObjectWriter:
+        """Begin an object of several parts."""
+        return ObjectWriter(
+            self,
+            operation,
+            path,
+            part_bytes=part_bytes,
+            overwrite=overwrite,
+            progress=progress,
+            cancel=cancel,
+        )
+
+    def copy(self, operation: str, source_key: str, path: str, *, overwrite: bool) -> None:
+        opened, key = self.opened, self.location.key(path)
+
+        async def call() -> None:
+            await opened.library.copy_async(opened.store, source_key, key, overwrite=overwrite)
+
+        self.calls.run(operation, path, call)
+
+    def delete(self, operation: str, path: str, key: str) -> None:
+        opened = self.opened
+
+        async def call() -> None:
+            await opened.library.delete_async(opened.store, key)
+
+        self.calls.run(operation, path, call)
+
+
+class ObjectWriter:
+    """One object, its bytes in order. One thread at a time; `abort` from any.
+
+    Holds the parts under way, `options.parallelism_of(part_bytes)`, and one more. What was handed
+    over must not be changed. Where `finish` is cancelled or interrupted, obstore offers no way to
+    free the parts at the store: its rule for unfinished uploads does.
+    """
+
+    def __init__(
+        self,
+        writing: Writing,
+        operation: str,
+        path: str,
+        *,
+        part_bytes: int,
+        overwrite: bool,
+        progress: Progress | None,
+        cancel: Cancellation | None,
+    ) -> None:
+        self._writing = writing
+        self._operation = operation
+        self._path = path
+        self._cancel = cancel
+        self._progress = progress
+        self._max_bytes = MAX_PARTS * part_bytes
+        self._written_bytes = 0
+        self._is_exclusive = not overwrite
+        location = writing.location
+        self._key = location.key(path)
+        if self._is_exclusive:
+            self._key = location.key(f"{STAGING_NAME}/{uuid.uuid4().hex}")
+        self._parallelism = writing.options.parallelism_of(part_bytes)
+        # Sizes that may still be under way, so not yet reported as stored.
+        self._unreported: deque[int] = deque()
+        library = writing.opened.library
+        self._file: Any = library.open_writer_async(
+            writing.opened.store,
+            self._key,
+            buffer_size=part_bytes,
+            max_concurrency=self._parallelism,
+        )
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    @property
+    def written_bytes(self) -> int:
+        return self._written_bytes
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Take the next bytes; waits where all parts allowed are under way.
+
+        Raises:
+            TooLarge: more than 10,000 parts would be needed.
+        """
+        if self._written_bytes + len(data) > self._max_bytes:
+            raise TooLarge(
+                self._operation,
+                self._path,
+                f"a file of unknown size may have {self._max_bytes} bytes here: {MAX_PARTS} parts "
+                "of the first part's size, or of part_size_bytes",
+            )
+        if self._is_exclusive:
+            self._writing.check_exclusive(
+                self._operation, self._path, self._written_bytes + len(data)
+            )
+
+        async def call() -> None:
+            await self._file.write(data)
+
+        self._writing.calls.run(self._operation, self._path, call, self._cancel)
+        self._written_bytes += len(data)
+        self._unreported.append(len(data))
+        self._report(keep=self._parallelism)
+
+    def finish(self) -> None:
+        """Make the object visible.
+
+        Raises:
+            AlreadyExists: it was to be created exclusively, and something is at its key.
+        """
+
+        async def call() -> None:
+            await self._file.close()
+
+        with self._lock:
+            self._is_open = False
+        self._writing.calls.run(self._operation, self._path, call, self._cancel)
+        if self._is_exclusive:
+            self._publish()
+        self._report(keep=0)
+
+    def abort(self) -> None:
+        """Give up and free what was stored; never raises."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+
+        is_cancelled = self._cancel is not None and self._cancel.is_set()
+        seconds = _CANCELLED_ABORT_SECONDS if is_cancelled else _ABORT_SECONDS
+
+        async def call() -> None:
+            async with asyncio.timeout(seconds):
+                await self._file.__aexit__(RuntimeError, None, None)
+
+        with suppress(VolumeError, ValueError):
+            self._writing.calls.run(self._operation, self._path, call)
+
+    def _publish(self) -> None:
+        writing = self._writing
+        try:
+            writing.copy(self._operation, self._key, self._path, overwrite=False)
+        finally:
+            with suppress(VolumeError):
+                writing.delete(self._operation, self._path, self._key)
+
+    def _report(self, *, keep: int) -> None:
+        while len(self._unreported) > keep:
+            size = self._unreported.popleft()
+            if self._progress is not None:
+                self._progress(size)
