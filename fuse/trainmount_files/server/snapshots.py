@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -54,7 +54,11 @@ class _Snapshot:
 class Snapshots:
     """What listings have read ahead."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, max_names: int = _MAX_NAMES, clock_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._max_names = max_names
+        self._clock_ns = clock_ns
         self._lock = threading.Lock()
         # Guarded by `_lock`; the newest last.
         self._kept: deque[_Snapshot] = deque(maxlen=_MAX_SNAPSHOTS)
@@ -73,7 +77,7 @@ class Snapshots:
                 if page[1]:
                     self._drop(snapshot)
                 return page
-        began_ns = time.time_ns()
+        began_ns = self._clock_ns()
         names = [name for name in _scan(directory_fd) if name > after]
         if len(names) <= size:
             return sorted(names), True
@@ -81,7 +85,7 @@ class Snapshots:
         if not is_settled:
             return heapq.nsmallest(size, names), False
         names.sort()
-        snapshot = _Snapshot(stamp, after, names[:_MAX_NAMES], len(names) <= _MAX_NAMES)
+        snapshot = _Snapshot(stamp, after, names[: self._max_names], len(names) <= self._max_names)
         with self._lock:
             self._kept.append(snapshot)
         return names[:size], False
