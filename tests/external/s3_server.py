@@ -114,7 +114,8 @@ def running_s3_server() -> Iterator[S3Server]:
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            # It waits for connections that are kept alive.
+            process.wait(2)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

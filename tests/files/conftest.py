@@ -78,6 +78,7 @@ BUCKET_OPTIONS = BucketOptions(
 REAL_BUCKET_OPTIONS = BucketOptions(
     # S3 takes no smaller parts.
     part_size_bytes=5 << 20,
+    parallelism=2,
     window_bytes=10 << 20,
     page_entries=100,
     retry=RetryPolicy(deadline_seconds=10, first_delay_seconds=0.05, max_delay_seconds=0.5),

@@ -4,10 +4,13 @@ bytes, and a bucket; `conftest.py` says how to run it over a real one.
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -22,13 +25,23 @@ from trainmount_files import (
     IsADirectory,
     NotADirectory,
     NotFound,
+    Page,
     PreconditionFailed,
+    Unavailable,
     Volume,
     VolumeError,
     list_directory,
 )
 from trainmount_files.bucket import BucketVolume
 from trainmount_files.paths import join
+from trainmount_files.transfer import (
+    download_file,
+    iterate,
+    open_reader,
+    open_writer,
+    upload_file,
+    upload_stream,
+)
 from trainmount_files.volume import list_pages
 
 ODD_NAMES = [
@@ -66,6 +79,18 @@ def store_file(volume: Volume, path: str, data: bytes, tmp_path: Path) -> FileSt
     local.write_bytes(data)
     with local.open("rb") as source:
         return volume.upload(path, source, len(data))
+
+
+def blob(size_bytes: int) -> bytes:
+    """As `pattern`, but quick."""
+    block = pattern(65_521)
+    return (block * (size_bytes // len(block) + 1))[:size_bytes]
+
+
+def several_parts(volume: Volume) -> int:
+    """A size that every kind moves in several steps."""
+    part_bytes = volume.capabilities.part_bytes
+    return 6 * part_bytes + 1 if part_bytes < 1 << 20 else (21 << 20) + 1
 
 
 def make_empty_files(volume: Volume, tmp_path: Path, directory: str, names: list[str]) -> None:
@@ -462,3 +487,159 @@ def test_calls_after_close_raise(volume: Volume) -> None:
     volume.close()
     with pytest.raises(ValueError, match="closed"):
         volume.stat("file")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 10, None])
+def test_progress_of_an_upload_sums_to_the_size(
+    volume: Volume, tmp_path: Path, size_bytes: int | None
+) -> None:
+    size = several_parts(volume) if size_bytes is None else size_bytes
+    local = tmp_path / "local"
+    local.write_bytes(blob(size))
+    moved: list[int] = []
+    with local.open("rb") as source:
+        volume.upload("file", source, size, progress=moved.append)
+    assert sum(moved) == size
+    assert content(volume, "file") == blob(size)
+
+
+def test_an_upload_that_is_cancelled_under_way_leaves_the_old_file(
+    volume: Volume, tmp_path: Path
+) -> None:
+    volume.put("file", b"old")
+    size = several_parts(volume)
+    local = tmp_path / "local"
+    local.write_bytes(blob(size))
+    cancel = threading.Event()
+    with local.open("rb") as source, pytest.raises(Cancelled):
+        volume.upload("file", source, size, cancel=cancel, progress=lambda _: cancel.set())
+    assert content(volume, "file") == b"old"
+    assert names(volume) == ["file"]
+
+
+def test_an_upload_whose_progress_raises_leaves_the_old_file(
+    volume: Volume, tmp_path: Path
+) -> None:
+    volume.put("file", b"old")
+    size = several_parts(volume)
+    local = tmp_path / "local"
+    local.write_bytes(blob(size))
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with local.open("rb") as source, pytest.raises(KeyboardInterrupt):
+        volume.upload("file", source, size, progress=stop)
+    assert content(volume, "file") == b"old"
+
+
+def test_an_exclusive_upload_of_several_parts_is_the_only_file(
+    volume: Volume, tmp_path: Path
+) -> None:
+    size = several_parts(volume)
+    local = tmp_path / "local"
+    local.write_bytes(blob(size))
+    with local.open("rb") as source:
+        assert volume.upload("d/file", source, size, overwrite=False).size_bytes == size
+        with pytest.raises(AlreadyExists):
+            volume.upload("d/file", source, size, overwrite=False)
+    assert content(volume, "d/file") == blob(size)
+    assert names(volume) == ["d"]
+    assert names(volume, "d") == ["file"]
+
+
+def test_of_many_exclusive_puts_one_wins(volume: Volume) -> None:
+    won: list[bytes] = []
+
+    def put(number: int) -> None:
+        try:
+            volume.put("file", bytes([number]) * 100, overwrite=False)
+        except AlreadyExists:
+            return
+        won.append(bytes([number]) * 100)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(put, range(16)))
+    assert won == [content(volume, "file")]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_size_around_whole_parts_is_the_file(
+    volume: Volume, tmp_path: Path, parts: int, more: int
+) -> None:
+    part_bytes = min(volume.capabilities.part_bytes, 5 << 20)
+    data = blob(parts * part_bytes + more)
+    local = tmp_path / "local"
+    local.write_bytes(data)
+    assert upload_file(volume, local, "uploaded").size_bytes == len(data)
+    with open_writer(volume, "written", part_bytes=part_bytes) as writer:
+        for start in range(0, len(data), 100_003):
+            writer.write(data[start : start + 100_003])
+    for path in ("uploaded", "written"):
+        download_file(volume, path, tmp_path / path, range_bytes=part_bytes)
+        assert (tmp_path / path).read_bytes() == data
+
+
+def test_a_stream_without_bytes_is_an_empty_file(volume: Volume, tmp_path: Path) -> None:
+    assert upload_stream(volume, "empty", io.BytesIO(b"")).size_bytes == 0
+    download_file(volume, "empty", tmp_path / "empty")
+    assert (tmp_path / "empty").read_bytes() == b""
+    assert list(iterate(volume, "empty")) == []
+
+
+def test_a_writer_that_is_left_by_an_exception_leaves_the_old_file(volume: Volume) -> None:
+    volume.put("file", b"old")
+
+    def write_half() -> None:
+        with open_writer(volume, "file") as writer:
+            writer.write(blob(several_parts(volume)))
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write_half()
+    assert content(volume, "file") == b"old"
+    assert names(volume) == ["file"]
+
+
+def test_a_file_is_read_as_a_stream_and_anywhere(volume: Volume) -> None:
+    data = blob(300_000)
+    volume.put("file", data)
+    assert b"".join(iterate(volume, "file", block_bytes=70_001)) == data
+    with open_reader(volume, "file") as reader:
+        reader.seek(123_456)
+        assert reader.read(1000) == data[123_456:124_456]
+        reader.seek(-5, os.SEEK_END)
+        assert reader.read() == data[-5:]
+
+
+def test_threads_do_not_disturb_each_other(volume: Volume) -> None:
+    def run(number: int) -> bool:
+        path, data = f"d{number % 3}/file{number}", blob(30_000 + number)
+        put = volume.put(path, data)
+        buffer = bytearray(len(data))
+        volume.read_into(path, ByteRange(0, len(data)), buffer, version=put.version)
+        listed = path in [entry.path for entry in list_directory(volume, f"d{number % 3}")]
+        if number % 2:
+            volume.delete(path)
+        return bytes(buffer) == data and listed
+
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(run, range(24)))
+    left = [entry.path for n in range(3) for entry in list_directory(volume, f"d{n}")]
+    assert sorted(left) == sorted(f"d{n % 3}/file{n}" for n in range(0, 24, 2))
+
+
+def test_nothing_is_refused_where_all_names_can_be_paths(volume: Volume) -> None:
+    volume.put("d/a b", b"1")
+    volume.make_directory("d/e")
+    assert [page.refused for page in list_pages(volume, "d")] == [()]
+
+
+def test_a_page_token_that_comes_again_is_an_error() -> None:
+    class Endless:
+        def list_page(self, path: str, page_token: str | None = None) -> Page:
+            return Page((), "again")
+
+    with pytest.raises(Unavailable, match="repeated a page token"):
+        list(list_directory(cast("Volume", Endless()), "d"))

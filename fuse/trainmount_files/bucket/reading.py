@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from trainmount_files.bucket.keys import Meta, Opened, is_etag, version_of
@@ -10,12 +11,12 @@ from trainmount_files.errors import InexactRange, PreconditionFailed
 from trainmount_files.retry import Cancellation
 from trainmount_files.volume import MIB, ByteRange
 
-__all__ = ["read_exactly"]
+__all__ = ["PIECE_BYTES", "WHOLE_BYTES", "read_exactly"]
 
-_WHOLE_BYTES: Final = 16 * MIB
-"""Up to here a range is taken from obstore in one piece, beyond in pieces: its memory."""
+WHOLE_BYTES: Final = 16 * MIB
+"""Up to here it is quickest to take a range from obstore in one piece, which is in memory then."""
 
-_PIECE_BYTES: Final = 8 * MIB
+PIECE_BYTES: Final = 2 * MIB
 
 
 def read_exactly(
@@ -24,21 +25,23 @@ def read_exactly(
     path: str,
     key: str,
     byte_range: ByteRange,
-    target: memoryview,
+    take: Callable[[int, memoryview], None],
     *,
+    piece_bytes: int,
     version: str | None,
     cancel: Cancellation | None,
 ) -> None:
-    """Fill `target`, which has the range's length and is not empty, as `Volume.read_into` has it.
+    """Give `take` the range, which is not empty, in order: each piece with its distance from the
+    start, in this thread, of at least `piece_bytes` but for the last.
 
     obstore asks for the range and the ETag, compares the answer's `Content-Range`, and goes on
     where a connection broke only if the ETag is still the same. What it then hands over is compared
-    once more. The bytes are copied once, by this thread.
+    once more. Raises as `Volume.read_into` does.
     """
     options: dict[str, Any] = {"range": (byte_range.start, byte_range.end)}
     if version is not None and is_etag(version):
         options["if_match"] = version
-    is_whole = len(byte_range) <= _WHOLE_BYTES
+    is_whole = len(byte_range) <= piece_bytes
 
     async def get() -> tuple[Any, Any]:
         result = await opened.library.get_async(opened.store, key, options=options)
@@ -49,24 +52,20 @@ def read_exactly(
     if is_whole:
         if len(body) != len(byte_range):
             raise InexactRange("read", path, "the store gave another number of bytes")
-        target[:] = memoryview(body)
+        take(0, memoryview(body))
         return
-    stream = result.stream(min_chunk_size=_PIECE_BYTES)
+    stream = result.stream(min_chunk_size=piece_bytes)
+
+    async def following() -> Any:
+        return await anext(stream, None)
+
     done = 0
-    while True:
-
-        async def following() -> bytes | None:
-            piece: bytes | None = await anext(stream, None)
-            return piece
-
-        piece = calls.run("read", path, following, cancel)
-        if piece is None:
-            break
-        if len(piece) > len(target) - done:
+    while (piece := calls.run("read", path, following, cancel)) is not None:
+        if len(piece) > len(byte_range) - done:
             raise InexactRange("read", path, "the store gave more bytes than asked for")
-        target[done : done + len(piece)] = memoryview(piece)
+        take(done, memoryview(piece))
         done += len(piece)
-    if done != len(target):
+    if done != len(byte_range):
         raise InexactRange("read", path, "the store gave fewer bytes than asked for")
 
 

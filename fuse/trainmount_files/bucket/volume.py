@@ -31,16 +31,15 @@ from trainmount_files.bucket.location import Location
 from trainmount_files.bucket.options import MAX_PARTS, BucketOptions
 from trainmount_files.bucket.parts import BucketUpload
 from trainmount_files.bucket.places import Places
-from trainmount_files.bucket.reading import read_exactly
+from trainmount_files.bucket.reading import PIECE_BYTES, WHOLE_BYTES, read_exactly
 from trainmount_files.bucket.stores import make_store
-from trainmount_files.bucket.writing import MAX_COPY_BYTES, Writing, whole_bytes
+from trainmount_files.bucket.writing import MAX_COPY_BYTES, Writing, slice_of, whole_bytes
 from trainmount_files.errors import (
     AlreadyExists,
     DirectoryNotEmpty,
     InexactRange,
     InvalidRequest,
     IsADirectory,
-    LocalError,
     NotADirectory,
     NotFound,
     PreconditionFailed,
@@ -86,7 +85,7 @@ class _Process:
 
 
 class BucketVolume:
-    """A prefix of a bucket; implements `trainmount_files.volume.Volume`.
+    """A prefix of a bucket; implements `trainmount_files.volume.Volume` and `ReadsToFile`.
 
     May be pickled and forked: the store and its connections are made anew in the other process.
     Explicit storage options travel with it only while a child is being spawned; a copy that was
@@ -166,30 +165,38 @@ class BucketVolume:
         version: str | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        here = self._here("read")
         check_file_name("read", path)
         target = memoryview(buffer).cast("B")
         if len(target) < len(byte_range):
             raise ValueError(f"buffer of {len(target)} bytes is shorter than {byte_range}")
-        if not len(byte_range):
-            # HTTP has no empty range.
-            self._read_nothing(path, byte_range.start, version, cancel)
-            return
-        try:
-            read_exactly(
-                here.opened,
-                here.calls,
-                path,
-                self._location.key(path),
-                byte_range,
-                target[: len(byte_range)],
-                version=version,
-                cancel=cancel,
-            )
-        except NotFound:
-            if self._stat("read", path).is_directory:
-                raise IsADirectory("read", path, "is a directory") from None
-            raise
+
+        def take(distance: int, piece: memoryview) -> None:
+            target[distance : distance + len(piece)] = piece
+
+        self._read(path, byte_range, take, WHOLE_BYTES, version, cancel)
+
+    def read_to_file(
+        self,
+        path: str,
+        byte_range: ByteRange,
+        descriptor: int,
+        *,
+        version: str | None = None,
+        progress: Progress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """See `ReadsToFile`; one request, and memory of two pieces of 2 MiB."""
+        check_file_name("read", path)
+
+        def take(distance: int, piece: memoryview) -> None:
+            view, offset = piece, byte_range.start + distance
+            while view:
+                written = os.pwrite(descriptor, view, offset)
+                view, offset = view[written:], offset + written
+            if progress is not None:
+                progress(len(piece))
+
+        self._read(path, byte_range, take, PIECE_BYTES, version, cancel)
 
     def put(
         self, path: str, data: Buffer, *, overwrite: bool = True, want_version: bool = True
@@ -225,7 +232,7 @@ class BucketVolume:
             writing.check_exclusive("upload", path, size_bytes)
         self._check_place("upload", path, overwrite=overwrite, cancel=cancel)
         if size_bytes <= part_bytes:
-            data = _slice(source, path, 0, size_bytes, size_bytes)
+            data = slice_of(source, path, 0, size_bytes, size_bytes)
             etag = writing.put("upload", path, data, overwrite=overwrite, cancel=cancel)
             if progress is not None and data:
                 progress(len(data))
@@ -243,7 +250,7 @@ class BucketVolume:
         try:
             for start in range(0, size_bytes, part_bytes):
                 end = min(start + part_bytes, size_bytes)
-                writer.write(_slice(source, path, start, end, size_bytes))
+                writer.write(slice_of(source, path, start, end, size_bytes))
             writer.finish()
         except BaseException:
             writer.abort()
@@ -423,6 +430,37 @@ class BucketVolume:
             self._stat(operation, path)
             raise AlreadyExists(operation, path, "something is at the path")
 
+    def _read(
+        self,
+        path: str,
+        byte_range: ByteRange,
+        take: Callable[[int, memoryview], None],
+        piece_bytes: int,
+        version: str | None,
+        cancel: Cancellation | None,
+    ) -> None:
+        here = self._here("read")
+        if not len(byte_range):
+            # HTTP has no empty range.
+            self._read_nothing(path, byte_range.start, version, cancel)
+            return
+        try:
+            read_exactly(
+                here.opened,
+                here.calls,
+                path,
+                self._location.key(path),
+                byte_range,
+                take,
+                piece_bytes=piece_bytes,
+                version=version,
+                cancel=cancel,
+            )
+        except NotFound:
+            if self._stat("read", path).is_directory:
+                raise IsADirectory("read", path, "is a directory") from None
+            raise
+
     def _read_nothing(
         self, path: str, offset: int, version: str | None, cancel: Cancellation | None
     ) -> None:
@@ -436,25 +474,15 @@ class BucketVolume:
 
     def _copy_through_here(self, found: FileStat, destination: str) -> None:
         """Copy what the store does not copy by itself; memory as of an upload."""
-        here = self._here("rename")
-        key = self._location.key(found.path)
         part_bytes = self._options.part_bytes_of(found.size_bytes)
-        writer = here.writing.writer("rename", destination, part_bytes=part_bytes, overwrite=True)
+        writing = self._here("rename").writing
+        writer = writing.writer("rename", destination, part_bytes=part_bytes, overwrite=True)
         try:
             for start in range(0, found.size_bytes, part_bytes):
                 part = ByteRange(start, min(start + part_bytes, found.size_bytes))
-                buffer = bytearray(len(part))
-                read_exactly(
-                    here.opened,
-                    here.calls,
-                    found.path,
-                    key,
-                    part,
-                    memoryview(buffer),
-                    version=found.version,
-                    cancel=None,
-                )
                 # Nobody else has the buffer, so it may be handed over as it is.
+                buffer = bytearray(len(part))
+                self.read_into(found.path, part, buffer, version=found.version)
                 writer.write(buffer)
             writer.finish()
         except BaseException:
@@ -465,26 +493,3 @@ class BucketVolume:
 async def _never() -> bool:
     """Of the directory that is to be made: it gets its key even if something is in it already."""
     return False
-
-
-def _slice(source: BinaryIO, path: str, start: int, end: int, size_bytes: int) -> bytes:
-    """Bytes of the file by position.
-
-    Raises:
-        InvalidRequest: it has fewer than `size_bytes`. LocalError: it cannot be read.
-    """
-    try:
-        data = os.pread(source.fileno(), end - start, start)
-        while len(data) < end - start:
-            more = os.pread(source.fileno(), end - start - len(data), start + len(data))
-            if not more:
-                raise InvalidRequest(
-                    "upload",
-                    path,
-                    f"the source ended after {start + len(data)} of {size_bytes} bytes",
-                )
-            data += more
-    except OSError as error:
-        reason = (error.strerror or "failed").lower()
-        raise LocalError("upload", path, f"the source cannot be read: {reason}") from error
-    return data

@@ -9,22 +9,23 @@ step that loses to whatever is there.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import uuid
 from collections import deque
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from trainmount_files.bucket.keys import Opened
 from trainmount_files.bucket.library import Calls
 from trainmount_files.bucket.location import Location
 from trainmount_files.bucket.options import MAX_PARTS, BucketOptions
-from trainmount_files.errors import TooLarge, VolumeError
+from trainmount_files.errors import InvalidRequest, LocalError, TooLarge, VolumeError
 from trainmount_files.paths import STAGING_NAME
 from trainmount_files.retry import Cancellation
 from trainmount_files.volume import Buffer, Progress
 
-__all__ = ["MAX_COPY_BYTES", "ObjectWriter", "Writing", "whole_bytes"]
+__all__ = ["MAX_COPY_BYTES", "ObjectWriter", "Writing", "slice_of", "whole_bytes"]
 
 MAX_COPY_BYTES: Final = 5 << 30
 """Of one copy by S3; obstore makes no copies of several parts."""
@@ -38,6 +39,29 @@ _CANCELLED_ABORT_SECONDS: Final = 1.0
 def whole_bytes(data: Buffer) -> bytes:
     """`data` as what nobody changes any more; not copied where it is that already."""
     return data if isinstance(data, bytes) else bytes(data)
+
+
+def slice_of(source: BinaryIO, path: str, start: int, end: int, size_bytes: int) -> bytes:
+    """Bytes of the file by position.
+
+    Raises:
+        InvalidRequest: it has fewer than `size_bytes`. LocalError: it cannot be read.
+    """
+    try:
+        data = os.pread(source.fileno(), end - start, start)
+        while len(data) < end - start:
+            more = os.pread(source.fileno(), end - start - len(data), start + len(data))
+            if not more:
+                raise InvalidRequest(
+                    "upload",
+                    path,
+                    f"the source ended after {start + len(data)} of {size_bytes} bytes",
+                )
+            data += more
+    except OSError as error:
+        reason = (error.strerror or "failed").lower()
+        raise LocalError("upload", path, f"the source cannot be read: {reason}") from error
+    return data
 
 
 class Writing:
