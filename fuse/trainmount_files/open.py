@@ -43,6 +43,7 @@ def open_volume(
     token: str | None = None,
     profile: str | None = None,
     options: Mapping[str, str] | None = None,
+    chunk_above_bytes: int | None = None,
 ) -> Volume:
     """The volume behind `url`: `/Volumes/c/s/v[/sub]`, the same after `dbfs:`,
     `file:///directory`, or a bucket: `s3://bucket[/prefix]`, `gs://…`, `az://container[/prefix]`,
@@ -57,11 +58,31 @@ def open_volume(
     without them the cloud's own variables and default chain decide (`AWS_ACCESS_KEY_ID`,
     `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME` …).
 
+    With `chunk_above_bytes`, files larger than that are stored as `<name>.chunks/` and read back as
+    one (`ChunkedVolume`): for storage that takes no uploads in parts, so that 5 GiB is its limit.
+    Who reads them must say so too.
+
     Raises:
         InvalidRequest: the URL is none of the above, or an option is wrong.
         Unsupported: a bucket, without the extra `bucket`.
         NotFound: the directory of a `file://` URL does not exist.
     """
+    opened = _open(url, host, token, profile, options)
+    if chunk_above_bytes is None:
+        return opened
+    # Imported late: few need it, and it brings the transfers.
+    from trainmount_files.chunks import ChunkedVolume
+
+    return ChunkedVolume(opened, max_object_bytes=chunk_above_bytes)
+
+
+def _open(
+    url: str,
+    host: str | None,
+    token: str | None,
+    profile: str | None,
+    options: Mapping[str, str] | None,
+) -> Volume:
     if url.startswith("file:"):
         return DirectoryVolume(_directory_of(url))
     remote = url.removeprefix("dbfs:")

@@ -191,10 +191,10 @@ class Uploads:
         stop = LinkedEvent(cancel)
         try:
             upload = self.start(path, overwrite=overwrite, cancel=stop)
-        except _REFUSALS:
+        except _REFUSALS as refusal:
             if may_fall_back:
                 return None
-            raise
+            raise self._no_parts(path, size_bytes, refusal) from None
         slices = [
             (number, start, min(part_bytes, size_bytes - start))
             for number, start in enumerate(range(0, size_bytes, part_bytes), start=1)
@@ -214,14 +214,28 @@ class Uploads:
                 send(*slices[0])
             except SourceTooShort:
                 raise
-            except _REFUSALS:
+            except _REFUSALS as refusal:
                 if may_fall_back:
                     return None
-                raise
+                raise self._no_parts(path, size_bytes, refusal) from None
             self._send_all(send, slices[1:], stop)
             return upload.complete()
         finally:
             upload.abort()
+
+    def _no_parts(self, path: str, size_bytes: int, refusal: VolumeError) -> VolumeError:
+        """Storage behind a firewall takes no parts; that it takes nothing from this identity may be
+        the reason as well, so both are told.
+        """
+        if isinstance(refusal, NotFound):
+            return refusal
+        limit = self._options.max_put_bytes
+        reason = (
+            f"one request may store {limit} bytes, the file has {size_bytes}, and the store takes "
+            f"no parts of it ({refusal.reason}); opened with chunk_above_bytes={limit}, the volume "
+            "stores larger files as chunks"
+        )
+        return TooLarge("upload", path, reason)
 
     def _send_all(
         self,
