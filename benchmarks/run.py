@@ -30,6 +30,7 @@ TOPICS: Final = (
     "checkpoints",
     "takeover",
     "files_api",
+    "many_files",
     "server_bodies",
     "apply_to_pods",
 )

@@ -29,6 +29,9 @@ class Setting:
     file_bytes: int = 100_000
     """A photograph for training, about."""
 
+    num_small_files: int = 10_000
+    """Of 10 kB, a hundred in a directory: where each request counts."""
+
     latency_ms: float = 20.0
     """Of a store that is not on this machine; 20 ms is an object store in the same region."""
 
@@ -40,7 +43,15 @@ class Setting:
 
     def quick(self) -> Setting:
         """Sizes that show whether everything runs; the ratios mean little."""
-        return replace(self, repeats=2, read_mib=64, write_mib=32, checkpoint_mib=64, num_files=200)
+        return replace(
+            self,
+            repeats=2,
+            read_mib=64,
+            write_mib=32,
+            checkpoint_mib=64,
+            num_files=200,
+            num_small_files=1000,
+        )
 
 
 def as_rate(num_bytes: int) -> Callable[[float], str]:
