@@ -19,6 +19,8 @@ from tests.external.s3_server import BUCKET, S3Server, running_s3_server
 
 from trainmount_files import NotFound, Volume, list_directory, open_volume
 from trainmount_files.bucket import BucketOptions, BucketVolume, Location
+from trainmount_files.catalog import CatalogVolume
+from trainmount_files.chunks import ChunkedVolume
 from trainmount_files.directory import DirectoryVolume
 from trainmount_files.files_api import FilesApiVolume
 from trainmount_files.files_api.options import FilesApiOptions
@@ -68,6 +70,9 @@ def remote(server: LocalServer) -> Iterator[FilesApiVolume]:
 KINDS = ["directory", "files-api", "files-api-direct", "bucket"]
 """What every contract test runs over; the last keeps its keys in memory."""
 
+WRAPPING_KINDS = ["catalog", "chunked"]
+"""What the volume suite runs over besides: volumes that hand most calls to one of the others."""
+
 BUCKET_OPTIONS = BucketOptions(
     part_size_bytes=16 << 10,
     window_bytes=64 << 10,
@@ -99,7 +104,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "volume" in metafunc.fixturenames:
         config = metafunc.config
-        kinds = KINDS
+        is_suite = metafunc.module.__name__.endswith("test_volume_contract")
+        kinds = [*KINDS, *(WRAPPING_KINDS if is_suite else ())]
         if config.getoption("--volume", default=None):
             kinds = ["given"]
         elif config.getoption("--real-bucket", default=False):
@@ -118,6 +124,7 @@ def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Volume]:
     """An empty volume of each kind."""
     name = f"trainmount-{uuid.uuid4().hex}"
     opened: Volume
+    files: LocalServer
     match request.param:
         case "directory":
             (tmp_path / "plain").mkdir()
@@ -128,12 +135,20 @@ def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Volume]:
             server: S3Server = request.getfixturevalue("s3_server")
             options = replace(REAL_BUCKET_OPTIONS, storage=server.storage)
             opened = BucketVolume(Location("s3", BUCKET, name), options)
+        case "chunked":
+            (tmp_path / "plain").mkdir()
+            opened = ChunkedVolume(
+                DirectoryVolume(tmp_path / "plain"), max_object_bytes=8192, chunk_bytes=4000
+            )
+        case "catalog":
+            files = request.getfixturevalue("server")
+            opened = CatalogVolume(ROOT, Credentials(host=files.url, token=TOKEN), OPTIONS)
         case "given":
             with given_volume(request.config.getoption("--volume"), name) as opened:
                 yield opened
             return
         case kind:
-            files: LocalServer = request.getfixturevalue("server")
+            files = request.getfixturevalue("server")
             direct = 1 << 30 if kind == "files-api-direct" else 0
             opened = FilesApiVolume(
                 ROOT,
