@@ -231,9 +231,11 @@ class TextFile(io.TextIOWrapper):
         self.close()
 
     def __del__(self) -> None:
-        # As of a binary file: what was forgotten is not stored.
+        # As of a binary file: what was forgotten is not stored. What was closed may be a
+        # transaction's.
         with suppress(ValueError):
-            _discard(self.buffer)
+            if not self.closed:
+                _discard(self.buffer)
 
 
 class CompressedFile(io.BufferedIOBase):
@@ -257,7 +259,8 @@ class CompressedFile(io.BufferedIOBase):
         self.close()
 
     def __del__(self) -> None:
-        self.discard()
+        if not self.closed:
+            self.discard()
 
     def writable(self) -> bool:
         return True
@@ -271,8 +274,10 @@ class CompressedFile(io.BufferedIOBase):
         try:
             self._compressor.close()
             self._file.close()
-        finally:
+        except BaseException:
             self._file.discard()
+            raise
+        finally:
             super().close()
 
     def discard(self) -> None:
