@@ -31,7 +31,6 @@ from trainmount_files.files_api.answers import (
     error_of,
     is_expired_url,
     last_modified,
-    parse_size,
     range_problem,
 )
 from trainmount_files.files_api.api import FilesApi, encode_path, failure_of
@@ -338,8 +337,8 @@ class Downloads:
         if status == 412:
             return _Result(_Next.RAISE, _changed(path))
         if status == 416:
-            total = _total_of_unsatisfied(answer.headers.get("Content-Range", ""))
-            if progress.pinned.contradicts(Version(total, None)):
+            if progress.pinned.size_bytes is not None:
+                # The range lies within the size that is known.
                 return _Result(_Next.RAISE, _changed(path))
             reason = "the range reaches past the end of the file"
             return _Result(_Next.RAISE, InexactRange("read", path, reason))
@@ -351,7 +350,3 @@ class Downloads:
 
 def _changed(path: str) -> PreconditionFailed:
     return PreconditionFailed("read", path, "the file has changed")
-
-
-def _total_of_unsatisfied(content_range: str) -> int | None:
-    return parse_size(content_range.strip().removeprefix("bytes */"))
