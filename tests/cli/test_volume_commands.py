@@ -1,0 +1,348 @@
+"""`trainmount ls`, `cp`, `rm` and `mkdir` on a volume of the local server."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainmount_files.server.embedded import LocalServer
+from trainmount_files.server.faults import Fault
+from trainmount_files.server.settings import ServerSettings
+
+TOKEN = "dapi-0123456789abcdef"
+ROOT = "/Volumes/main/default/data"
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LocalServer]:
+    (tmp_path / "served").mkdir()
+    settings = ServerSettings(
+        directory=tmp_path / "served", token=TOKEN, volumes=("main.default.data",), fsync=False
+    )
+    with LocalServer(settings) as running:
+        yield running
+
+
+@pytest.fixture
+def served(server: LocalServer, tmp_path: Path) -> Path:
+    return tmp_path / "served/main/default/data"
+
+
+@pytest.fixture
+def run(server: LocalServer, in_process: Run) -> Run:
+    """A command with the server's address and token in its environment."""
+
+    def call(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        return in_process(
+            *arguments, status=status, DATABRICKS_HOST=server.url, DATABRICKS_TOKEN=TOKEN
+        )
+
+    return call
+
+
+def paths_below(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def data_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    document = json.loads(done.stdout)
+    assert document["v"] == 1
+    data = document["data"]
+    assert isinstance(data, dict)
+    return data
+
+
+@pytest.mark.parametrize("way", ["up", "down", "across"])
+def test_a_slash_behind_the_source_says_whether_its_name_is_kept(
+    run: Run, served: Path, tmp_path: Path, way: str
+) -> None:
+    here, there = (tmp_path / "here"), served
+    here.mkdir()
+    source_root, target_root = {"up": (here, there), "down": (there, here)}.get(way, (there, there))
+    (source_root / "src").mkdir()
+    (source_root / "src/a").write_text("a")
+    names = {here: str(here), there: ROOT}
+    source, target = f"{names[source_root]}/src", names[target_root]
+
+    for _ in range(2):
+        run("cp", "-r", source, f"{target}/kept")
+        run("cp", "-r", f"{source}/", f"{target}/merged")
+
+    assert paths_below(target_root / "kept") == ["a", "src", "src/a"]
+    assert paths_below(target_root / "merged") == ["a"]
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_file_for_a_directory_that_is_not_there_makes_nothing(
+    run: Run, served: Path, tmp_path: Path, way: str
+) -> None:
+    (tmp_path / "f").write_text("f")
+    (served / "f").write_text("f")
+    source, target = (str(tmp_path / "f"), ROOT) if way == "up" else (f"{ROOT}/f", str(tmp_path))
+
+    done = run("cp", source, f"{target}/new/", status=1)
+
+    assert "there is no directory" in done.stderr
+    assert not (served / "new").exists()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_goes_into_a_directory_or_to_a_name(run: Run, served: Path, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("f")
+    (served / "d").mkdir()
+
+    run("cp", str(tmp_path / "f"), f"{ROOT}/d")
+    run("cp", str(tmp_path / "f"), f"{ROOT}/d/")
+    run("cp", str(tmp_path / "f"), f"dbfs:{ROOT}/d/g")
+    run("cp", str(tmp_path / "f"), f"{ROOT}/deep/er/f")
+    run("cp", f"{ROOT}/d/f", f"{ROOT}/d/g", str(tmp_path))
+
+    assert paths_below(served) == ["d", "d/f", "d/g", "deep", "deep/er", "deep/er/f"]
+    assert (tmp_path / "g").read_text() == "f"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("cp", "one"), 2, "a source and a destination"),
+        (("cp", f"{ROOT}/d", "here"), 2, "is a directory; copy it with -r"),
+        (("cp", f"{ROOT}/f/", "here"), 1, "is not a directory"),
+        (("cp", "-r", f"{ROOT}/d", f"{ROOT}/f"), 1, "is a file"),
+        (("cp", "-r", f"{ROOT}/d", f"{ROOT}/d/e"), 2, "the destination is inside the source"),
+        (("cp", f"{ROOT}/f", f"{ROOT}/f2", "gone"), 1, "must be a directory, for 2 sources"),
+        (("cp", f"{ROOT}/f", f"{ROOT}/f/"), 1, "is not a directory"),
+        (("cp", "a", "b"), 1, "no such file or directory"),
+        (("cp", "-r", f"{ROOT}/gone", "here"), 1, "no such file or directory"),
+        (("cp", "", "b"), 2, "must not be empty"),
+        (("cp", "s3://", "b"), 2, "must name a bucket"),
+        (("cp", "dbfs:/tmp/x", "b"), 2, "only dbfs:/Volumes"),
+        (("cp", "/Volumes/a/../b", "b"), 2, "must not contain '.' or '..'"),
+        (("rm", f"{ROOT}/d"), 1, "is a directory; remove it with -r"),
+        (("rm", f"{ROOT}/gone"), 1, "gone"),
+        (("rm", "-r", ROOT), 2, "is a whole volume"),
+        (("rm", "-r", f"{ROOT}/"), 2, "is a whole volume"),
+        (("rm", "-r", "/Volumes/main"), 2, "only what is inside a volume"),
+        (("rm", "-r", "/"), 2, "is not removed"),
+        (("mkdir", f"{ROOT}/x/y"), 1, "its parent is not there"),
+        (("mkdir", f"{ROOT}/d"), 1, "something is at the path"),
+        (("ls", f"{ROOT}/gone"), 1, "gone"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_changes_nothing(
+    run: Run, served: Path, arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    (served / "d/inner").mkdir(parents=True)
+    (served / "d/inner/x").touch()
+    (served / "f").write_text("f")
+    before = paths_below(served)
+
+    done = run(*arguments, status=status)
+
+    assert words in done.stderr
+    assert done.stderr.startswith("trainmount: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert paths_below(served) == before
+    assert not Path("here").exists()
+    error = json.loads(run(*arguments, "-o", "json", status=status).stdout)["error"]
+    assert words in error["message"]
+    assert TOKEN not in done.stderr + error["message"]
+
+
+def test_names_are_letters_and_no_patterns(run: Run, served: Path, tmp_path: Path) -> None:
+    names = ["file[1].txt", "file1.txt", "file?", "a*b", "axb", "fileX", "-dash", "~", "a%20b"]
+    (tmp_path / "src").mkdir()
+    for name in names:
+        (tmp_path / "src" / name).write_text(name)
+
+    run("cp", "-r", str(tmp_path / "src"), f"{ROOT}/up")
+    for name in ("file[1].txt", "a*b", "file?"):
+        run("cp", f"{ROOT}/up/{name}", f"{ROOT}/one/{name}")
+        run("rm", f"{ROOT}/up/{name}")
+
+    assert paths_below(served / "one") == sorted(["file[1].txt", "a*b", "file?"])
+    assert all((served / "one" / name).read_text() == name for name in ("a*b", "file?"))
+    assert paths_below(served / "up") == sorted(set(names) - {"file[1].txt", "a*b", "file?"})
+    run("rm", "-r", f"{ROOT}/up")
+    assert paths_below(served) == [
+        "one",
+        *(f"one/{n}" for n in sorted(["a*b", "file?", "file[1].txt"])),
+    ]
+
+
+def test_of_100_files_two_that_fail_are_named_at_the_end_and_in_json(
+    run: Run, server: LocalServer, served: Path, tmp_path: Path
+) -> None:
+    (served / "t").mkdir()
+    for number in range(100):
+        (served / f"t/f{number:02}").write_text("data")
+    server.inject(
+        Fault(path="*/f17", status=403, error_code="PERMISSION_DENIED"),
+        Fault(path="*/f42", status=404, error_code="NOT_FOUND"),
+    )
+
+    done = run("cp", "-r", f"{ROOT}/t", str(tmp_path / "dst"), status=1)
+    data = data_of(run("cp", "-r", f"{ROOT}/t/", str(tmp_path / "two"), "-o", "json", status=1))
+
+    assert len(paths_below(tmp_path / "dst")) == len(paths_below(tmp_path / "two")) == 98
+    assert done.stdout == "98 files copied, 392 B; 2 failed\n"
+    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == [
+        f"{ROOT}/t/f17",
+        f"{ROOT}/t/f42",
+    ]
+    assert (data["copied"], data["bytes"], data["skipped"]) == (98, 392, [])
+    assert [(entry["path"], entry["code"]) for entry in data["failed"]] == [
+        (f"{ROOT}/t/f17", "PERMISSION_DENIED"),
+        (f"{ROOT}/t/f42", "NOT_FOUND"),
+    ]
+    assert all(entry["message"] for entry in data["failed"])
+
+
+def test_what_is_skipped_is_named_and_no_failure(run: Run, served: Path, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/f").write_text("new")
+    (tmp_path / "src/link").symlink_to("f")
+    (served / "t").mkdir()
+    (served / "t/f").write_text("old")
+
+    source, target = f"{tmp_path}/src/", f"{ROOT}/t"
+    data = data_of(run("cp", "-rn", source, target, "-o", "json"))
+    done = run("cp", "-r", "--follow", source, target)
+
+    assert data["failed"] == []
+    assert data["skipped"] == [
+        {"path": f"{tmp_path}/src/f", "reason": "exists"},
+        {"path": f"{tmp_path}/src/link", "reason": "a symbolic link"},
+    ]
+    assert done.stdout == "2 files copied, 6 B\n"
+    assert (served / "t/link").read_text() == "new"
+
+
+def test_one_source_that_is_missing_does_not_stop_the_others(
+    run: Run, served: Path, tmp_path: Path
+) -> None:
+    (served / "a").write_text("a")
+
+    data = data_of(run("cp", f"{ROOT}/gone", f"{ROOT}/a", str(tmp_path), "-o", "json", status=1))
+
+    assert data["copied"] == 1
+    assert [(entry["path"], entry["code"]) for entry in data["failed"]] == [
+        (f"{ROOT}/gone", "NOT_FOUND")
+    ]
+    assert (tmp_path / "a").read_text() == "a"
+
+
+def test_a_tree_is_removed_and_what_is_denied_is_named(
+    run: Run, server: LocalServer, served: Path
+) -> None:
+    for name in ("a/b/x", "a/b/c/y", "a/b2/z", "top"):
+        (served / name).parent.mkdir(parents=True, exist_ok=True)
+        (served / name).touch()
+    server.inject(
+        Fault(route="delete_file", path="*/y", status=403),
+        Fault(route="delete_file", path="*/x", status=503, count=1),
+    )
+
+    data = data_of(run("rm", "-r", f"{ROOT}/a/b", "-o", "json", status=1))
+
+    assert data["removed"] == 1
+    assert [(entry["path"], entry["code"]) for entry in data["failed"]] == [
+        (f"{ROOT}/a/b/c/y", "PERMISSION_DENIED")
+    ]
+    assert paths_below(served) == ["a", "a/b", "a/b/c", "a/b/c/y", "a/b2", "a/b2/z", "top"]
+    server.inject()
+    assert run("rm", "-r", f"{ROOT}/a", f"{ROOT}/top").stdout == "3 files removed\n"
+    assert paths_below(served) == []
+
+
+def test_a_whole_volume_is_emptied_only_when_that_is_said(run: Run, served: Path) -> None:
+    (served / "d").mkdir()
+    (served / "d/f").touch()
+
+    run("rm", "-r", "--all-contents", ROOT)
+
+    assert paths_below(served) == []
+    assert served.is_dir()
+
+
+def test_a_directory_is_made_once_and_its_parents_on_demand(run: Run, served: Path) -> None:
+    run("mkdir", f"{ROOT}/a")
+    run("mkdir", "-p", f"{ROOT}/a/b/c", f"{ROOT}/a")
+    data = data_of(run("mkdir", f"{ROOT}/d", f"{ROOT}/a", "-o", "json", status=1))
+
+    assert paths_below(served) == ["a", "a/b", "a/b/c", "d"]
+    assert data["made"] == [f"{ROOT}/d"]
+    assert [(entry["path"], entry["code"]) for entry in data["failed"]] == [
+        (f"{ROOT}/a", "CONFLICT")
+    ]
+
+
+def test_a_listing_has_columns_and_a_slash_behind_directories(run: Run, served: Path) -> None:
+    (served / "d").mkdir()
+    (served / "d/inner").write_text("12345")
+    (served / "big").write_bytes(b"x" * 1_234_567)
+
+    assert run("ls", ROOT).stdout.splitlines() == ["big", "d/"]
+    assert run("ls", "-r", f"{ROOT}/").stdout.splitlines() == ["big", "d/", "d/inner"]
+    assert run("ls", f"{ROOT}/big").stdout.splitlines() == [f"{ROOT}/big"]
+    long = run("ls", "-lr", ROOT).stdout.splitlines()
+    assert [line.split()[0] for line in long] == ["1234567", "-", "5"]
+    assert {
+        line.index(name) for line, name in zip(long, ("big", "d/", "d/inner"), strict=True)
+    } == {32}
+    entries = data_of(run("ls", "-r", ROOT, "-o", "json"))["entries"]
+    assert [(entry["path"], entry["size_bytes"], entry["is_directory"]) for entry in entries] == [
+        (f"{ROOT}/big", 1_234_567, False),
+        (f"{ROOT}/d", None, True),
+        (f"{ROOT}/d/inner", 5, False),
+    ]
+    assert all((entry["modified_at"] is None) == entry["is_directory"] for entry in entries)
+
+
+def test_what_is_above_a_volume_is_listed_too(run: Run, served: Path) -> None:
+    assert run("ls", "/Volumes").stdout == "main/\n"
+    assert run("ls", "/Volumes/main/default", ROOT).stdout == (
+        f"/Volumes/main/default:\ndata/\n\n{ROOT}:\n"
+    )
+
+
+def test_a_local_directory_is_listed_and_removed_by_the_same_words(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "here/d").mkdir(parents=True)
+    (tmp_path / "here/f").write_text("1")
+
+    assert run("ls", "here").stdout.splitlines() == ["d/", "f"]
+    assert run("ls", (tmp_path / "here").as_uri()).stdout.splitlines() == ["d/", "f"]
+    run("cp", "-r", (tmp_path / "here").as_uri(), "copy")
+    run("rm", "-r", "here")
+    run("mkdir", "-p", "new/er")
+
+    assert not (tmp_path / "here").exists()
+    assert paths_below(tmp_path / "copy") == ["d", "f"]
+    assert paths_below(tmp_path / "new") == ["er"]
+
+
+def test_a_stream_goes_up_and_comes_down(
+    run: Run, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = "line\n" * 1000
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
+
+    run("cp", "-", f"{ROOT}/stream")
+    done = run("cp", f"{ROOT}/stream", "-")
+
+    assert (served / "stream").read_text() == content
+    assert done.stdout == content
+    assert "'-' is one of two paths" in run("cp", "-", "-", status=2).stderr
+    assert "must be on a volume" in run("cp", "-", "local", status=2).stderr
+    assert "standard output" in run("cp", f"{ROOT}/stream", "-", "-o", "json", status=2).stdout
