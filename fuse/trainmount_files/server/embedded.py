@@ -36,6 +36,9 @@ _log = logging.getLogger(__name__)
 
 _SWEEP_PERIOD_SECONDS: Final = 60.0
 
+# A client that does not end its side of TLS is waited for this long, also at a stop.
+_GOODBYE_SECONDS: Final = 0.2
+
 # Requests in flight get this moment at a stop, then their connections are closed: clients retry.
 _STOP_SECONDS: Final = 2.0
 
@@ -113,18 +116,28 @@ async def _listen(
     server = web.Server(service.handle, access_log=None, read_bufsize=_READ_BUFFER_BYTES)
     runner = web.ServerRunner(server, shutdown_timeout=_STOP_SECONDS)
     await runner.setup()
-    stack.push_async_callback(runner.cleanup)
     tls = _tls_context(settings)
-    site = web.TCPSite(runner, settings.host, settings.port, backlog=1024, ssl_context=tls)
+    if tls is not None:
+        stack.push_async_callback(asyncio.sleep, 2 * _GOODBYE_SECONDS)
+    stack.push_async_callback(runner.cleanup)
     try:
-        await site.start()
+        # Not by aiohttp's TCPSite, which cannot shorten the goodbye of TLS.
+        listener = await asyncio.get_running_loop().create_server(
+            server,
+            settings.host,
+            settings.port,
+            backlog=1024,
+            ssl=tls,
+            ssl_shutdown_timeout=None if tls is None else _GOODBYE_SECONDS,
+        )
     except OSError as error:
         place = f"{settings.host}:{settings.port}"
         reason = error.strerror or str(error)
         raise StartError(
             f"cannot listen at {place}: {reason}; choose another --port or --host"
         ) from None
-    host, port = runner.addresses[0][:2]
+    stack.callback(listener.close)
+    host, port = listener.sockets[0].getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"{'http' if tls is None else 'https'}://{shown}:{port}"
 
