@@ -38,6 +38,8 @@ from trainmount_files.catalog import CatalogVolume
 from trainmount_files.files_api import Credentials
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
+from trainmount_files.transfer import download_file
+from trainmount_files.volume import ReadsToFile
 
 CATALOG = "/api/2.1/unity-catalog/"
 
@@ -95,6 +97,7 @@ def test_a_file_in_a_volume_is_reached_from_each_level(
 ) -> None:
     volume = CatalogVolume(root, Credentials(host=server.url, token=TOKEN), OPTIONS)
     path = f"{below}a b/file"
+    assert isinstance(volume, ReadsToFile)
     assert volume.put(path, b"0123456789").path == path
     assert (served / "a b" / "file").read_bytes() == b"0123456789"
     assert content(volume, path) == b"0123456789"
@@ -103,6 +106,8 @@ def test_a_file_in_a_volume_is_reached_from_each_level(
     local.write_bytes(b"x" * 100_000)
     with local.open("rb") as source:
         assert volume.upload(f"{below}big", source, 100_000).size_bytes == 100_000
+    download_file(volume, f"{below}big", tmp_path / "down", range_bytes=30_000)
+    assert (tmp_path / "down").read_bytes() == b"x" * 100_000
     upload = volume.start_upload(f"{below}parts")
     upload.put_part(1, b"parts")
     upload.complete()

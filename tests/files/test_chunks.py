@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from trainmount_files import (
     InexactRange,
     InvalidRequest,
     IsADirectory,
+    LocalError,
     NotADirectory,
     NotFound,
     PreconditionFailed,
@@ -451,6 +453,46 @@ def test_open_volume_makes_one(tmp_path: Path, plain: DirectoryVolume) -> None:
         open_volume(plain.url, chunk_above_bytes=0)
 
 
+def test_a_range_is_read_into_its_place_of_a_local_file(
+    chunked: ChunkedVolume, tmp_path: Path
+) -> None:
+    for path, size in (("small", 3000), ("big", 9000)):
+        found = store(chunked, path, pattern(size), tmp_path)
+        local = tmp_path / path
+        local.write_bytes(b"#" * size)
+        seen: list[int] = []
+        for version in (found.version, None):
+            with local.open("r+b") as file:
+                chunked.read_to_file(
+                    path,
+                    ByteRange(1400, 2900),
+                    file.fileno(),
+                    version=version,
+                    progress=seen.append,
+                )
+        expected = b"#" * 1400 + pattern(size)[1400:2900] + b"#" * (size - 2900)
+        assert local.read_bytes() == expected
+        assert sum(seen) == 3000
+        store(chunked, path, pattern(size, 1), tmp_path)
+        with local.open("r+b") as file, pytest.raises(PreconditionFailed):
+            chunked.read_to_file(path, ByteRange(0, 1), file.fileno(), version=found.version)
+
+
+def test_a_temporary_directory_without_room_is_told_or_done_without(
+    chunked: ChunkedVolume, plain: DirectoryVolume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(LocalError, match="upload big: no such file or directory"):
+        store(chunked, "big", pattern(5000), tmp_path)
+    assert names(plain) == []
+    upload = chunked.start_upload("stream")
+    for number in (2, 1, 3):
+        upload.put_part(number, pattern(900, number))
+    upload.complete()
+    assert content(chunked, "stream") == b"".join(pattern(900, number) for number in (1, 2, 3))
+    assert names(plain) == ["stream.chunks"]
+
+
 def test_progress_counts_each_byte_once(chunked: ChunkedVolume, tmp_path: Path) -> None:
     seen: list[int] = []
     store(chunked, "big", pattern(9001), tmp_path, progress=seen.append)
@@ -775,3 +817,32 @@ def test_a_file_above_the_limit_is_stored_read_and_replaced_where_parts_are_refu
     assert list((served / "d").iterdir()) == []
     statistics = server.statistics()
     assert (statistics["open_uploads"], statistics["staged_bytes"]) == (0, 0)
+
+
+def test_what_it_costs_is_what_is_said(
+    remote: FilesApiVolume, server: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "_SETTLED_SECONDS", -1.0)
+    chunked = ChunkedVolume(remote, max_object_bytes=LIMIT, chunk_bytes=3000)
+    for name in ("big1", "big2"):
+        store(chunked, name, pattern(5000), tmp_path)
+    chunked.put("small", b"1")
+    names(chunked)
+
+    def cost(call: Any) -> int:
+        before = sum(server.statistics()["requests"].values())
+        with suppress(NotFound):
+            call()
+        return int(sum(server.statistics()["requests"].values())) - before
+
+    def more(call: str, *arguments: Any) -> int:
+        below = cost(lambda: getattr(remote, call)(*arguments))
+        return cost(lambda: getattr(chunked, call)(*arguments)) - below
+
+    assert more("stat", "small") == 0
+    assert more("stat", "nothing") == 2
+    assert more("stat", "big1") == 1
+    assert more("list_page", "") == 2
+    assert more("put", "small", b"2") == 2
+    assert more("make_directory", "d") == 2
+    assert more("delete", "nothing") == 2

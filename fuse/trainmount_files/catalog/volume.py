@@ -49,7 +49,7 @@ KEEP_SECONDS: Final = 30.0
 
 class CatalogVolume:
     """Everything below `/Volumes`, a catalog or a schema; implements
-    `trainmount_files.volume.Volume`.
+    `trainmount_files.volume.Volume` and `ReadsToFile`.
 
     May be pickled and forked: connections, credentials and lists of objects are made anew in the
     other process.
@@ -125,6 +125,22 @@ class CatalogVolume:
     ) -> None:
         self._require_in_volume("read", path)
         self._files.read_into(path, byte_range, buffer, version=version, cancel=cancel)
+
+    def read_to_file(
+        self,
+        path: str,
+        byte_range: ByteRange,
+        descriptor: int,
+        *,
+        version: str | None = None,
+        progress: Progress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """See `ReadsToFile`."""
+        self._require_in_volume("read", path)
+        self._files.read_to_file(
+            path, byte_range, descriptor, version=version, progress=progress, cancel=cancel
+        )
 
     def put(
         self, path: str, data: Buffer, *, overwrite: bool = True, want_version: bool = True

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from trainmount_files.chunks.generation import Chunks, Generation
 from trainmount_files.chunks.manifest import Manifest, part_path
 from trainmount_files.errors import InexactRange, NotFound, PreconditionFailed, VolumeError
 from trainmount_files.transfer.local_files import local_errors, write_at
-from trainmount_files.volume import MIB, ByteRange, Volume
+from trainmount_files.volume import MIB, ByteRange, Progress, Volume
 
-__all__ = ["Parts", "changed"]
+__all__ = ["Parts", "by_pieces", "changed"]
 
 _COPY_BYTES: Final = 8 * MIB
 """Bytes moved at once by a copy; also its memory."""
+
+_BOUNCE_BYTES: Final = 2 * MIB
+"""As a download of a volume that cannot write to a file itself; several run at once."""
 
 
 class Parts:
@@ -93,3 +97,20 @@ class Parts:
 
 def changed(path: str) -> PreconditionFailed:
     return PreconditionFailed("read", path, "the file has changed")
+
+
+def by_pieces(
+    read: Callable[[ByteRange, memoryview], None],
+    byte_range: ByteRange,
+    descriptor: int,
+    progress: Progress | None,
+) -> None:
+    """Write a range of a file at its place in a local one; `read` fills a buffer with a piece."""
+    buffer = memoryview(bytearray(min(_BOUNCE_BYTES, len(byte_range))))
+    for start in range(byte_range.start, byte_range.end, _BOUNCE_BYTES):
+        piece = ByteRange(start, min(start + _BOUNCE_BYTES, byte_range.end))
+        target = buffer[: len(piece)]
+        read(piece, target)
+        write_at(descriptor, target, start)
+        if progress is not None:
+            progress(len(piece))

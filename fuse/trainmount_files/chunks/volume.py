@@ -7,6 +7,7 @@ parts (storage behind a firewall: 5 GiB a file).
 
 manifest.py     what is stored how
 generation.py   a write, its publication, what is removed when, and why no reader sees a mix
+sending.py      the chunks of a file of known length
 upload.py       parts of a file of unknown length
 parts.py        the bytes of a chunked file
 
@@ -19,12 +20,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
-from functools import partial
 from typing import BinaryIO, Final
 
-from trainmount_files.cancellation import LinkedEvent
 from trainmount_files.chunks.generation import Chunks, Generation
 from trainmount_files.chunks.manifest import (
     MAX_PARTS,
@@ -32,11 +30,11 @@ from trainmount_files.chunks.manifest import (
     file_of_chunks,
     is_chunked_version,
 )
-from trainmount_files.chunks.parts import Parts, changed
+from trainmount_files.chunks.parts import Parts, by_pieces, changed
+from trainmount_files.chunks.sending import SendChunk, send_all
 from trainmount_files.chunks.upload import ChunkedUpload
 from trainmount_files.errors import (
     AlreadyExists,
-    Cancelled,
     DirectoryNotEmpty,
     InvalidRequest,
     IsADirectory,
@@ -47,7 +45,6 @@ from trainmount_files.errors import (
     VolumeError,
 )
 from trainmount_files.paths import split
-from trainmount_files.transfer.workers import Workers
 from trainmount_files.volume import (
     MIB,
     Buffer,
@@ -56,6 +53,7 @@ from trainmount_files.volume import (
     FileStat,
     Page,
     Progress,
+    ReadsToFile,
     Upload,
     Volume,
     list_directory,
@@ -65,16 +63,15 @@ __all__ = ["ChunkedVolume"]
 
 _LOG: Final = logging.getLogger(__name__)
 
-_END_SECONDS: Final = 60.0
-"""Threads of an upload that was given up end at once; this only bounds the wait for them."""
-
 
 class ChunkedVolume:
-    """Another volume with files of any size; implements `trainmount_files.volume.Volume`.
+    """Another volume with files of any size; implements `trainmount_files.volume.Volume` and
+    `ReadsToFile`.
 
-    A look at a file costs what it costs below; one at nothing, and one at a chunked file, two
-    requests more. A listing costs one request for each chunked file in it. Each write, delete and
-    new directory costs two small requests more.
+    Over the Files API, a look at a plain file costs what it costs below, one at a chunked file
+    three requests, one at nothing two more than below. A listing costs a request for each chunked
+    file in it, two where it was written in the last seconds. Each write, delete and new directory
+    costs two small requests more, an exclusive write four.
 
     May be pickled and forked where the other volume may.
     """
@@ -183,21 +180,50 @@ class ChunkedVolume:
         target = memoryview(buffer).cast("B")
         if len(target) < len(byte_range):
             raise ValueError(f"buffer of {len(target)} bytes is shorter than {byte_range}")
-        manifest: Manifest | None = None
-        if version is None or not is_chunked_version(version):
-            try:
-                self._volume.read_into(path, byte_range, buffer, version=version, cancel=cancel)
+        self._read(
+            path,
+            version,
+            lambda: self._volume.read_into(
+                path, byte_range, buffer, version=version, cancel=cancel
+            ),
+            lambda manifest: self._parts.read(
+                path, manifest, byte_range, target[: len(byte_range)], cancel
+            ),
+        )
+
+    def read_to_file(
+        self,
+        path: str,
+        byte_range: ByteRange,
+        descriptor: int,
+        *,
+        version: str | None = None,
+        progress: Progress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """See `ReadsToFile`."""
+        split("read", path)
+        volume = self._volume
+
+        def read_plain() -> None:
+            if isinstance(volume, ReadsToFile):
+                volume.read_to_file(
+                    path, byte_range, descriptor, version=version, progress=progress, cancel=cancel
+                )
                 return
-            except NotFound as error:
-                missing = error
-            manifest = self._chunks.manifests.read("read", path) if path else None
-            if manifest is None:
-                raise missing
-            if version is not None:
-                raise changed(path)
-        else:
-            manifest = self._parts.manifest_of(path, version)
-        self._parts.read(path, manifest, byte_range, target[: len(byte_range)], cancel)
+
+            def read(piece: ByteRange, target: memoryview) -> None:
+                volume.read_into(path, piece, target, version=version, cancel=cancel)
+
+            by_pieces(read, byte_range, descriptor, progress)
+
+        def read_chunks(manifest: Manifest) -> None:
+            def read(piece: ByteRange, target: memoryview) -> None:
+                self._parts.read(path, manifest, piece, target, cancel)
+
+            by_pieces(read, byte_range, descriptor, progress)
+
+        self._read(path, version, read_plain, read_chunks)
 
     def put(
         self, path: str, data: Buffer, *, overwrite: bool = True, want_version: bool = True
@@ -213,12 +239,12 @@ class ChunkedVolume:
             )
         size = self._chunk_size("put", path, len(view))
 
-        def send(
-            generation: Generation, number: int, start: int, length: int, _: threading.Event
-        ) -> None:
-            generation.put(number, view[start : start + length])
+        def send_to(generation: Generation) -> SendChunk:
+            return lambda number, start, length, _: generation.put(
+                number, view[start : start + length]
+            )
 
-        return self._store_chunks(path, len(view), size, send, overwrite=overwrite)
+        return self._store_chunks(path, len(view), size, send_to, overwrite=overwrite)
 
     def upload(
         self,
@@ -250,15 +276,18 @@ class ChunkedVolume:
             raise InvalidRequest("upload", path, reason)
         descriptor = source.fileno()
 
-        def send(
-            generation: Generation, number: int, start: int, length: int, stop: threading.Event
-        ) -> None:
-            generation.put_slice(number, descriptor, start, length, cancel=stop)
-            if progress is not None:
-                progress(length)
+        def send_to(generation: Generation) -> SendChunk:
+            def send(number: int, start: int, length: int, stop: threading.Event) -> None:
+                generation.put_slice(number, descriptor, start, length, cancel=stop)
+                if progress is not None:
+                    progress(length)
+
+            return send
 
         size = self._chunk_size("upload", path, size_bytes)
-        return self._store_chunks(path, size_bytes, size, send, overwrite=overwrite, cancel=cancel)
+        return self._store_chunks(
+            path, size_bytes, size, send_to, overwrite=overwrite, cancel=cancel
+        )
 
     def start_upload(
         self, path: str, *, overwrite: bool = True, cancel: threading.Event | None = None
@@ -330,6 +359,29 @@ class ChunkedVolume:
     def close(self) -> None:
         self._volume.close()
 
+    def _read(
+        self,
+        path: str,
+        version: str | None,
+        read_plain: Callable[[], None],
+        read_chunks: Callable[[Manifest], None],
+    ) -> None:
+        """Read in the way that a version names, or the one that the file is stored in now."""
+        if version is not None and is_chunked_version(version):
+            read_chunks(self._parts.manifest_of(path, version))
+            return
+        try:
+            read_plain()
+            return
+        except NotFound as error:
+            missing = error
+        manifest = self._chunks.manifests.read("read", path) if path else None
+        if manifest is None:
+            raise missing
+        if version is not None:
+            raise changed(path)
+        read_chunks(manifest)
+
     def _shown(
         self, entry: FileStat, file_path: str, plain: set[str], *, is_whole: bool
     ) -> FileStat | None:
@@ -378,35 +430,21 @@ class ChunkedVolume:
         path: str,
         size_bytes: int,
         chunk_bytes: int,
-        send: Callable[[Generation, int, int, int, threading.Event], None],
+        send_to: Callable[[Generation], SendChunk],
         *,
         overwrite: bool,
         cancel: threading.Event | None = None,
     ) -> FileStat:
-        """Store a file whose chunks `send` stores: number, start, bytes, and when to give up."""
         self._require_name("upload", path)
         generation = self._chunks.begin(path, overwrite=overwrite)
-        slices = [
-            (number, start, min(chunk_bytes, size_bytes - start))
-            for number, start in enumerate(range(0, size_bytes, chunk_bytes), start=1)
-        ]
-        stop = LinkedEvent(cancel)
-        workers = Workers(self._parallelism, "trainmount-chunks")
         try:
-            try:
-                futures = [
-                    workers.submit(partial(send, generation, number, start, length, stop))
-                    for number, start, length in slices
-                ]
-                wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                stop.set()
-                # Nothing may be stored after it was removed.
-                workers.close(_END_SECONDS)
-            failures = [error for each in futures if (error := _failure_of(each)) is not None]
-            # The cause, not the chunks that gave up because of it.
-            for failure in sorted(failures, key=lambda error: isinstance(error, Cancelled)):
-                raise failure
+            send_all(
+                send_to(generation),
+                size_bytes,
+                chunk_bytes,
+                parallelism=self._parallelism,
+                cancel=cancel,
+            )
             return self._chunks.publish(generation, overwrite=overwrite)
         except BaseException:
             self._chunks.discard(generation)
@@ -447,7 +485,3 @@ def _restored(
         chunk_bytes=chunk_bytes,
         parallelism=parallelism,
     )
-
-
-def _failure_of(future: Future[None]) -> BaseException | None:
-    return future.exception() if future.done() and not future.cancelled() else None
