@@ -29,7 +29,7 @@ __all__ = ["refused_key", "to_volume_error"]
 
 _STATUS: Final = re.compile(r"\bstatus(?: code)?: (\d{3})\b")
 _CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>")
-_SYSTEM: Final = re.compile(r'kind: \w+, message: "([^"]{1,120})"')
+_SYSTEM: Final = re.compile(r'kind: \w+,\s*message: "([^"]{1,120})"')
 _NO_CREDENTIALS: Final = re.compile(r"//(169\.254\.|metadata\.google\.internal|\[fd00:ec2)")
 _NOT_THE_RANGE: Final = re.compile(
     r"\b(NotPartial|UnexpectedRange|NoContentRange|ParseRange|StartTooLarge|Inconsistent)\b"

@@ -54,6 +54,9 @@ class Opened:
             return None
         return found
 
+    async def is_there(self, key: str) -> bool:
+        return await self.head(key) is not None
+
     async def keys_below(self, key: str, most: int) -> list[Meta]:
         """Up to `most` keys that begin with `key` and a slash, or are that, in one request."""
         stream = self.library.list(self.store, key or None, chunk_size=most)

@@ -40,17 +40,22 @@ class Places:
             directory has the name.
         """
         parents = [parent for parent in _parents(path) if not self._is_known(parent)]
-        has_below, *found = await asyncio.gather(
+        # Both are waited for: of two errors the listing's says more.
+        is_directory, *is_file = await asyncio.gather(
             self._opened.has_below(self._location.key(path)),
-            *(self._opened.head(self._location.key(parent)) for parent in parents),
+            *(self._opened.is_there(self._location.key(parent)) for parent in parents),
+            return_exceptions=True,
         )
-        for parent, meta in zip(parents, found, strict=True):
-            if meta is not None:
+        for outcome in (is_directory, *is_file):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        for parent, found in zip(parents, is_file, strict=True):
+            if found:
                 raise NotADirectory(operation, path, f"{parent} is a file")
             self._remember(parent)
         with self._lock:
             self._no_file.pop(path, None)
-        if has_below:
+        if is_directory:
             kind: type[VolumeError] = IsADirectory if overwrite else AlreadyExists
             raise kind(operation, path, "is a directory")
 

@@ -1,0 +1,101 @@
+"""An S3 server of a few lines over a dictionary, for keys and faults that no real one has."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+from tests.files.conftest import Request, Scripted
+
+__all__ = ["FakeS3"]
+
+MODIFIED = "Mon, 30 Nov 2026 10:00:00 GMT"
+
+
+@dataclass
+class FakeS3:
+    """Answers HEAD, GET, PUT and ListObjectsV2 of one bucket, path style."""
+
+    objects: dict[str, bytes]
+    """By key, byte for byte as S3 would hold it."""
+
+    fault: Callable[[Request], Scripted | None] = lambda _: None
+    """Asked first; what it returns is sent instead."""
+
+    requests: list[Request] = field(default_factory=list)
+
+    def __call__(self, request: Request) -> Scripted:
+        self.requests.append(request)
+        answered = self.fault(request) or self.answer(request)
+        if request.method == "HEAD" and answered.status != 200:
+            # Whoever asks so is told no more than the status.
+            return replace(answered, body=b"")
+        return answered
+
+    def answer(self, request: Request) -> Scripted:
+        parts = urlsplit(request.target)
+        bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
+        assert bucket == "bucket"
+        if not key and request.method == "GET":
+            return self.listing({k: v[0] for k, v in parse_qs(parts.query).items()})
+        if request.method == "PUT":
+            self.objects[key] = request.body
+            return Scripted(headers={"ETag": etag_of(request.body)})
+        if key not in self.objects:
+            return error(404, "NoSuchKey")
+        return object_answer(request, self.objects[key])
+
+    def listing(self, query: dict[str, str]) -> Scripted:
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        after = query.get("continuation-token") or query.get("start-after", "")
+        found: dict[str, bytes | None] = {}
+        for key in sorted(key for key in self.objects if key.startswith(prefix)):
+            rest = key[len(prefix) :]
+            if delimiter and delimiter in rest:
+                found.setdefault(prefix + rest.partition(delimiter)[0] + delimiter, None)
+            else:
+                found[key] = self.objects[key]
+        wanted = [key for key in found if key > after]
+        page, more = wanted[:1000], len(wanted) > 1000
+        body = "<ListBucketResult>"
+        for key in page:
+            data = found[key]
+            if data is None:
+                body += f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>"
+            else:
+                body += f"<Contents><Key>{escape(key)}</Key><Size>{len(data)}</Size>"
+                body += "<LastModified>2026-11-30T10:00:00.000Z</LastModified>"
+                body += f"<ETag>{escape(etag_of(data))}</ETag></Contents>"
+        if more:
+            body += f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"
+        return Scripted(body=(body + "</ListBucketResult>").encode())
+
+
+def object_answer(request: Request, data: bytes) -> Scripted:
+    """The whole or the range of an object."""
+    headers = {"ETag": etag_of(data), "Last-Modified": MODIFIED}
+    if "if-match" in request.headers and request.headers["if-match"] != etag_of(data):
+        return error(412, "PreconditionFailed")
+    if request.method == "HEAD":
+        return Scripted(headers=headers | {"Content-Length": str(len(data))})
+    asked = request.headers.get("range")
+    if asked is None:
+        return Scripted(headers=headers, body=data)
+    first, _, last = asked.removeprefix("bytes=").partition("-")
+    start, end = int(first), min(int(last) + 1, len(data))
+    if start >= len(data):
+        return error(416, "InvalidRange")
+    headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+    return Scripted(status=206, headers=headers, body=data[start:end])
+
+
+def error(status: int, code: str, more: str = "") -> Scripted:
+    body = f"<Error><Code>{code}</Code><Message>as S3 says it</Message>{more}</Error>"
+    return Scripted(status=status, body=body.encode())
+
+
+def etag_of(data: bytes) -> str:
+    return f'"{hashlib.md5(data).hexdigest()}"'
