@@ -118,13 +118,15 @@ def _list(
     seen: set[str] = set()
     for _ in range(_MAX_PAGES):
         call = Call(
-            operation=operation, path=path, method="GET", target=f"/{key}", query=query, base=_BASE
+            operation=operation,
+            path=path,
+            method="GET",
+            target=f"/{key}",
+            query=query,
+            base=_BASE,
+            expects_json=True,
         )
-        body = api.call(call).unwrap().body
-        answer = json_object(body)
-        if not answer and body.strip() != b"{}":
-            # A page of a proxy, say: it must not look like an empty catalog.
-            raise Unavailable(operation, path, "the answer is no JSON object")
+        answer = json_object(api.call(call).unwrap().body)
         entries, token = answer.get(key) or [], answer.get("next_page_token") or None
         if not isinstance(entries, list) or not isinstance(token, str | None):
             raise Unavailable(operation, path, f"the answer is no list of {key}")
