@@ -167,6 +167,7 @@ def test_a_client_that_closes_its_half_still_gets_the_file(
     (served / VOLUME / "file").write_bytes(content)
     with connect(server) as connection:
         connection.sendall(request("GET", "file"))
+        assert connection.recv(1, socket.MSG_PEEK)
         connection.shutdown(socket.SHUT_WR)
         answers = Answers(connection)
         assert answers.next()[2] == content
