@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from trainmount_files.directory import DirectoryVolume
 from trainmount_files.errors import InvalidRequest
 from trainmount_files.volume import Volume
 
@@ -83,12 +82,14 @@ def _open(
     profile: str | None,
     options: Mapping[str, str] | None,
 ) -> Volume:
+    # Imported late, each: a program that has one kind of volume need not wait for the others.
     if url.startswith("file:"):
+        from trainmount_files.directory import DirectoryVolume
+
         return DirectoryVolume(_directory_of(url))
     remote = url.removeprefix("dbfs:")
     if remote == "/Volumes" or remote.startswith("/Volumes/"):
         root = _catalog_root(remote)
-        # Imported late: the Files API drags in an HTTP client that a plain directory does not need.
         from trainmount_files.catalog import CatalogVolume
         from trainmount_files.files_api import Credentials, FilesApiVolume
 
@@ -97,7 +98,6 @@ def _open(
             return CatalogVolume(root, credentials)
         return FilesApiVolume(root, credentials)
     if url.startswith(_BUCKETS):
-        # Imported late: obstore is an extra.
         from trainmount_files.bucket import BucketOptions, BucketVolume, parse_location
 
         return BucketVolume(parse_location(url), BucketOptions(storage=dict(options or {})))

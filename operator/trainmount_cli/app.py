@@ -11,7 +11,11 @@ import os
 import sys
 from typing import Final
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:
+    # The command is on the path after a plain install too.
+    sys.exit("trainmount: the command line needs its extra: pip install 'trainmount[cli]'")
 
 from trainmount_cli.cancel import cancel
 from trainmount_cli.cp import cp

@@ -179,8 +179,10 @@ class _Sdk:
     def headers(self) -> dict[str, str]:
         try:
             headers = dict(self._config.authenticate())
-            if self._config.workspace_id:
-                headers["X-Databricks-Workspace-Id"] = str(self._config.workspace_id)
+            # The oldest SDKs know no workspace.
+            workspace = getattr(self._config, "workspace_id", None)
+            if workspace:
+                headers["X-Databricks-Workspace-Id"] = str(workspace)
             return headers
         except Exception as error:
             # Each way to authenticate has its own exceptions: HTTP, files, programs.

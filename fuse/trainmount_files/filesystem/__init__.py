@@ -7,6 +7,13 @@ datasets and others take a path by; found through the entry point `fsspec.specs`
     os_errors.py   our errors as the operating system's, which callers of fsspec expect
 """
 
+try:
+    import fsspec  # noqa: F401
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "the filesystem needs fsspec: pip install 'trainmount[fsspec]'", name="fsspec"
+    ) from None
+
 from trainmount_files.filesystem.volumes import VolumesFileSystem
 
 __all__ = ["VolumesFileSystem"]

@@ -10,6 +10,13 @@ to descriptors, never outside of the directory).
 
 from __future__ import annotations
 
+try:
+    import aiohttp  # noqa: F401
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "the local server needs aiohttp: pip install 'trainmount[server]'", name="aiohttp"
+    ) from None
+
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.settings import ServerSettings
 
