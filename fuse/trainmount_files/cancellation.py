@@ -6,12 +6,12 @@ Used wherever one call runs several requests at once.
 from __future__ import annotations
 
 import threading
-from time import monotonic
+from time import monotonic, sleep
 from typing import Final
 
 from trainmount_files.retry import Cancellation
 
-__all__ = ["Either", "LinkedEvent"]
+__all__ = ["Either", "LinkedEvent", "TimeLimit"]
 
 _POLL_SECONDS: Final = 0.05
 """Two events cannot be waited for at once; a twentieth of a second is soon enough for a person."""
@@ -37,6 +37,23 @@ class Either:
                 return False
             self._first.wait(min(left, _POLL_SECONDS))
         return True
+
+
+class TimeLimit:
+    """Set after so many seconds; implements `Cancellation`."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, seconds: float) -> None:
+        self._end = monotonic() + seconds
+
+    def is_set(self) -> bool:
+        return monotonic() >= self._end
+
+    def wait(self, timeout: float | None = None) -> bool:
+        left = max(0.0, self._end - monotonic())
+        sleep(left if timeout is None else min(left, timeout))
+        return self.is_set()
 
 
 class LinkedEvent(threading.Event):

@@ -4,6 +4,7 @@ once. Loaded by `transport.py` with its first request.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
@@ -106,7 +107,9 @@ class InFlight:
                     self._watch = None
                     return
                 for exchange, cancel in watched:
-                    if not exchange.was_cut and cancel.is_set():
+                    # Again and again until it has ended: a socket that is not connected yet does
+                    # not notice.
+                    if cancel.is_set():
                         exchange.cut()
 
 
@@ -169,6 +172,8 @@ def _connected(connection: HTTPConnection) -> socket.socket:
                 sock.setsockopt(*option)
             sock.settimeout(connection.timeout)
             _use(sock)
+            if _CURRENT.exchange is not None and _CURRENT.exchange.was_cut:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
             sock.connect(address)
         except OSError as error:
             failure = error

@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from time import time
 from typing import Final
 
+from trainmount_files.cancellation import TimeLimit
 from trainmount_files.errors import (
     AlreadyExists,
     NotFound,
@@ -36,8 +37,11 @@ _LOG: Final = logging.getLogger(__name__)
 _RENEWALS: Final = 3
 """URLs asked for in a row for one part: then the refusal is about something else than time."""
 
-_ABORT_PATIENCE_SECONDS: Final = 15.0
+_ABORT_SECONDS: Final = 15.0
 """An abort that does not get through is left to the service's own expiry of uploads."""
+
+_HURRIED_ABORT_SECONDS: Final = 1.5
+"""Where a person waits for it."""
 
 _CLOCK_SLACK_SECONDS: Final = 1
 """Modification times are cut to the second."""
@@ -140,7 +144,10 @@ class MultipartUpload:
             self._is_open = False
         return result
 
-    def abort(self) -> None:
+    def abort(self, *, in_hurry: bool | None = None) -> None:
+        """As `Upload.abort`; takes two seconds at most `in_hurry`, which a caller is who has
+        cancelled.
+        """
         with self._lock:
             if not self._is_open:
                 return
@@ -157,8 +164,11 @@ class MultipartUpload:
             },
             secret=self._session_token,
         )
+        if in_hurry is None:
+            in_hurry = self._cancel is not None and self._cancel.is_set()
+        limit = TimeLimit(_HURRIED_ABORT_SECONDS if in_hurry else _ABORT_SECONDS)
         try:
-            error = self._api.call(call, within_seconds=_ABORT_PATIENCE_SECONDS).error
+            error = self._api.call(call, cancel=limit).error
         except VolumeError as failure:
             error = failure
         if error is not None and not isinstance(error, NotFound):

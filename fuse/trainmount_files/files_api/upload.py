@@ -220,8 +220,12 @@ class Uploads:
                 raise self._no_parts(path, size_bytes, refusal) from None
             self._send_all(send, slices[1:], stop)
             return upload.complete()
+        except BaseException as error:
+            # Who cancels or interrupts waits at the prompt.
+            upload.abort(in_hurry=isinstance(error, Cancelled) or not isinstance(error, Exception))
+            raise
         finally:
-            upload.abort()
+            upload.abort(in_hurry=False)
 
     def _no_parts(self, path: str, size_bytes: int, refusal: VolumeError) -> VolumeError:
         """Storage behind a firewall takes no parts; that it takes nothing from this identity may be

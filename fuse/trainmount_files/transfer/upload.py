@@ -57,19 +57,11 @@ def upload_file(
         Cancelled: `cancel` was set.
     """
     with local_errors("upload", path, source):
-        # A fifo must not block the open.
-        descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    # A raw file owns the descriptor.
-    with io.FileIO(descriptor, "rb") as file:
-        with local_errors("upload", path, source):
-            status = os.fstat(descriptor)
-            if stat.S_ISDIR(status.st_mode):
-                raise IsADirectoryError(errno.EISDIR, "is a directory")
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "is no regular file")
+        file = _open_regular(source)
+    with file:
         if cancel is not None and cancel.is_set():
             raise Cancelled("upload", path, "cancelled")
-        size = status.st_size
+        size = os.fstat(file.fileno()).st_size
         largest = volume.capabilities.max_put_bytes
         if size > _PUT_BYTES or (largest is not None and size > largest):
             return volume.upload(
@@ -82,13 +74,28 @@ def upload_file(
                 want_version=want_version,
             )
         with local_errors("upload", path, source):
-            data = os.pread(descriptor, size, 0)
+            data = os.pread(file.fileno(), size, 0)
         if len(data) < size:
             raise InvalidRequest("upload", path, f"the source has fewer than {size} bytes")
         stored = volume.put(path, data, overwrite=overwrite, want_version=want_version)
     if progress is not None:
         progress(size)
     return stored
+
+
+def _open_regular(source: Path) -> io.FileIO:
+    # A fifo must not block the open.
+    descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "is a directory")
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "is no regular file")
+        return io.FileIO(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def upload_stream(

@@ -227,7 +227,8 @@ class VolumeWriter(io.RawIOBase):
             limit = self._volume.capabilities.max_put_bytes
             if limit is None or len(data) <= limit:
                 self._stored = self._volume.put(self._path, data, overwrite=self._overwrite)
-                self._report(len(data))
+                if self._progress is not None:
+                    self._progress(len(data))
                 return
         self._send_part()
         while self._sending:
@@ -287,7 +288,8 @@ class VolumeWriter(io.RawIOBase):
             except BaseException:
                 part.free()
                 raise
-        upload, report = self._upload, self._report
+        # Not a method of ours: a writer that is forgotten while it sends must be seen to be.
+        upload, report = self._upload, self._progress
         sending = self._workers.submit(lambda: _send(upload, number, part, report))
         self._sending.append((sending, part))
 
@@ -303,10 +305,6 @@ class VolumeWriter(io.RawIOBase):
             if self._spare is not None:
                 self._spare.free()
             self._spare = entry[1]
-
-    def _report(self, num_bytes: int) -> None:
-        if self._progress is not None:
-            self._progress(num_bytes)
 
     def _fail(self, error: BaseException) -> None:
         """Stop what is under way and free what the store has of it."""
@@ -329,9 +327,10 @@ class VolumeWriter(io.RawIOBase):
         super().close()
 
 
-def _send(upload: Upload, number: int, part: Part, report: Progress) -> None:
+def _send(upload: Upload, number: int, part: Part, report: Progress | None) -> None:
     upload.put_part(number, part.content())
-    report(part.filled)
+    if report is not None:
+        report(part.filled)
 
 
 _OPEN: Final[weakref.WeakSet[VolumeWriter]] = weakref.WeakSet()
