@@ -17,7 +17,7 @@ from trainmount_files.server.conditions import FileInfo
 from trainmount_files.server.errors import ApiError
 from trainmount_files.server.ranges import parse_range
 from trainmount_files.server.sending import send_span
-from trainmount_files.server.staging import Temporary
+from trainmount_files.server.staging import Staging, Temporary
 from trainmount_files.volume import MIB, ByteRange
 
 __all__ = ["file_headers", "receive", "send_file", "store_body"]
@@ -37,13 +37,17 @@ _SMALL_BYTES: Final = 256 * 1024
 
 
 async def store_body(
-    api: Api, call: Call, begin: Callable[[], Temporary], finish: Callable[[Temporary], T]
+    api: Api,
+    call: Call,
+    finish: Callable[[Temporary], T],
+    *,
+    admit: Callable[[], None] | None = None,
 ) -> T:
-    """Take the body of the request into the file that `begin` makes, then call `finish` with it.
+    """Take the body of the request into a file of the staging folder, then call `finish` with it.
 
-    Both are called in threads, and for a small body in one go once it is there. `begin` refuses
-    what can be refused before gigabytes are sent for nothing. A body holds 5 MiB of memory at most:
-    a batch that is written, the one that fills up, and what the reader has ahead.
+    `admit` refuses before gigabytes come what `finish` would refuse after them; for a small body it
+    is not called. A body holds 5 MiB of memory at most: a batch that is written, the one that fills
+    up, and what the reader has ahead.
 
     Raises:
         ApiError: 400 for a body that breaks off, 413 for one above the limit, or what the two
@@ -53,8 +57,14 @@ async def store_body(
     announced = call.request.content_length
     if announced is not None and announced <= _SMALL_BYTES:
         pieces = [piece async for piece in _pieces(call, limit)]
-        return await api.run(_store_small, begin, pieces, finish)
-    temporary = await api.run(begin)
+        if not api.settings.fsync:
+            # Nothing waits for the disk then, and a thread would fight for the interpreter's lock
+            # at each of twenty short system calls.
+            return _store_small(api.staging, pieces, finish)
+        return await api.run(_store_small, api.staging, pieces, finish)
+    if admit is not None:
+        await api.run(admit)
+    temporary = await api.run(api.staging.new_temporary)
     try:
         await receive(api, call, temporary)
         return await api.run(finish, temporary)
@@ -62,15 +72,10 @@ async def store_body(
         await api.run(temporary.discard)
 
 
-def _store_small(
-    begin: Callable[[], Temporary], pieces: list[bytes], finish: Callable[[Temporary], T]
-) -> T:
-    temporary = begin()
-    try:
+def _store_small(staging: Staging, pieces: list[bytes], finish: Callable[[Temporary], T]) -> T:
+    with staging.temporary() as temporary:
         _write_all(temporary.fd, pieces)
         return finish(temporary)
-    finally:
-        temporary.discard()
 
 
 async def receive(api: Api, call: Call, temporary: Temporary) -> None:

@@ -67,11 +67,14 @@ class Staging:
         self._own = self._temporaries / secrets.token_hex(16)
         self._lock_fd = _make_locked_folder(self._own)
         self._own_fd = os.open(self._own, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._locks_fd = os.open(self._locks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._numbers = itertools.count(1)
 
     def close(self) -> None:
         """Give the folder up; what is in it goes now or with another server's sweep."""
         shutil.rmtree(self._own, ignore_errors=True)
         os.close(self._own_fd)
+        os.close(self._locks_fd)
         # Not by closing alone: a child that was forked meanwhile holds the same lock.
         fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
         os.close(self._lock_fd)
@@ -104,15 +107,17 @@ class Staging:
 
     def new_temporary(self) -> Temporary:
         """A new empty file; the caller discards it."""
-        name = secrets.token_hex(16)
+        # The folder is this process's own, so that a number is enough.
+        name = str(next(self._numbers))
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return Temporary(os.open(name, flags, 0o666, dir_fd=self._own_fd), name, self._own_fd)
 
     @contextlib.contextmanager
     def locked(self, path: str) -> Iterator[None]:
         """Hold the lock of a path of the wire against every server of the directory."""
-        number = zlib.crc32(path.encode()) % _NUM_LOCKS
-        fd = os.open(self._locks / f"{number:02d}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        name = f"{zlib.crc32(path.encode()) % _NUM_LOCKS:02d}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=self._locks_fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield

@@ -183,7 +183,6 @@ class DirectoryStore:
         """
         if path.is_root:
             raise invalid(f"The path of a file must be below a volume: {path}")
-        self.require_volume(path)
         # The time of publishing, not of writing: a version that is seen later never has the earlier
         # time, on which the guard of `If-Unmodified-Since` stands.
         now = time.time_ns()
@@ -196,6 +195,7 @@ class DirectoryStore:
                     self._link(temporary, fd, path, overwrite=overwrite)
                 self._staging.sync(fd)
                 return file_info(os.fstat(temporary.fd))
+            self.require_volume(path)
         raise ApiError(409, "ABORTED", f"The directory was removed time and again: {path}")
 
     def _link(self, temporary: Temporary, fd: int, path: VolumePath, *, overwrite: bool) -> None:
