@@ -488,3 +488,27 @@ def test_no_token_is_in_any_message(metastore: MakeTree) -> None:
     assert TOKEN not in str(refused.value)
     assert TOKEN not in repr(volume)
     assert server.requests[0].headers["authorization"] == f"Bearer {TOKEN}"
+
+
+def test_chunks_work_in_a_tree_of_volumes(
+    server: LocalServer, tree: CatalogVolume, tmp_path: Path
+) -> None:
+    volume = open_volume("/Volumes", host=server.url, token=TOKEN, chunk_above_bytes=1000)
+    local = tmp_path / "local"
+    local.write_bytes(b"x" * 2500)
+    with local.open("rb") as source:
+        volume.upload("second/s/v/big", source, 2500)
+    assert content(volume, "second/s/v/big") == b"x" * 2500
+    assert names(volume, "second/s/v") == ["big"]
+    assert names(tree, "second/s/v") == ["big.chunks"]
+    before = asked(server)
+    for path in ("second", "second/s", "second/s/v"):
+        assert volume.stat(path).is_directory
+    assert asked(server) - before == 3
+    with pytest.raises(NotFound, match=r"^put second/s/new: part 1: no volume can be called"):
+        volume.put("second/s/new", b"1" * 2500)
+    with pytest.raises(Unsupported, match="files are inside volumes"):
+        volume.put("second/s/new", b"1")
+    with pytest.raises(Unsupported, match="is made in Unity Catalog"):
+        volume.make_directory("second/new")
+    volume.close()

@@ -493,6 +493,20 @@ def test_a_temporary_directory_without_room_is_told_or_done_without(
     assert names(plain) == ["stream.chunks"]
 
 
+@pytest.mark.parametrize("error", [Unavailable, NotFound, Cancelled])
+def test_an_error_is_about_the_file_and_not_about_where_its_parts_are(
+    plain: DirectoryVolume, tmp_path: Path, error: type[VolumeError]
+) -> None:
+    failing = Failing(plain)
+    chunked = ChunkedVolume(failing, max_object_bytes=LIMIT, chunk_bytes=CHUNK, parallelism=1)
+    failing.fail_at, failing.error = 2, error
+    with pytest.raises(error, match=r"^upload d/big: part 3: on purpose$") as raised:
+        store(chunked, "d/big", pattern(5000), tmp_path)
+    assert (raised.value.path, raised.value.args[1]) == ("d/big", "d/big")
+    assert names(plain) == ["d"]
+    assert names(plain, "d") == []
+
+
 def test_progress_counts_each_byte_once(chunked: ChunkedVolume, tmp_path: Path) -> None:
     seen: list[int] = []
     store(chunked, "big", pattern(9001), tmp_path, progress=seen.append)

@@ -269,6 +269,7 @@ class CatalogVolume:
         """Say what is wrong with a file above the volumes; with `makes` it would be a new one."""
         names = self._names(operation, path)
         if len(names) > _VOLUME_DEPTH:
+            self._check_nameable(operation, path, names)
             return
         what = KINDS[len(names) - 1] if names else "list of all catalogs"
         try:

@@ -18,7 +18,8 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import BinaryIO, Final
 
@@ -50,7 +51,7 @@ from trainmount_files.transfer.local_files import local_errors
 from trainmount_files.transfer.workers import Workers
 from trainmount_files.volume import MIB, Buffer, FileStat, Volume, list_directory
 
-__all__ = ["Chunks", "Generation"]
+__all__ = ["Chunks", "Generation", "errors_of"]
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -160,7 +161,8 @@ class Generation:
                 if self._parts.get(number, (-1, 0))[0] > order:
                     return
             if size_bytes:
-                store(part_path(self.path, self.name, number))
+                with errors_of(self.path, f"part {number}"):
+                    store(part_path(self.path, self.name, number))
             with self._lock:
                 self._parts[number] = (order, size_bytes)
 
@@ -288,8 +290,9 @@ class Chunks:
         lost: VolumeError
         generation.may_count = True
         try:
-            stored = self._volume.put(manifest_path(path), manifest.to_json(), overwrite=overwrite)
-            return stored.mtime_ns
+            with errors_of(path, "manifest"):
+                data = manifest.to_json()
+                return self._volume.put(manifest_path(path), data, overwrite=overwrite).mtime_ns
         except _UNKNOWN as error:
             lost = error
         except VolumeError:
@@ -381,6 +384,18 @@ class Chunks:
             pass
         except VolumeError as error:
             _warn("A directory of chunks could not be removed", directory, error)
+
+
+@contextmanager
+def errors_of(path: str, what: str) -> Iterator[None]:
+    """Errors inside are about the file, as the caller knows it, and say what of it failed."""
+    try:
+        yield
+    except VolumeError as error:
+        error.path = path
+        error.reason = f"{what}: {error.reason}"
+        error.args = (error.operation, path, error.reason, *error.args[3:])
+        raise
 
 
 def _check_cancelled(path: str, cancel: Cancellation | None) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from trainmount_files.chunks.generation import Chunks, Generation
+from trainmount_files.chunks.generation import Chunks, Generation, errors_of
 from trainmount_files.chunks.manifest import Manifest, part_path
 from trainmount_files.errors import InexactRange, NotFound, PreconditionFailed, VolumeError
 from trainmount_files.transfer.local_files import local_errors, write_at
@@ -60,12 +60,13 @@ class Parts:
         done = 0
         for number, piece in manifest.pieces(byte_range):
             try:
-                self._volume.read_into(
-                    part_path(path, manifest.generation, number),
-                    piece,
-                    target[done : done + len(piece)],
-                    cancel=cancel,
-                )
+                with errors_of(path, f"part {number}"):
+                    self._volume.read_into(
+                        part_path(path, manifest.generation, number),
+                        piece,
+                        target[done : done + len(piece)],
+                        cancel=cancel,
+                    )
             except (NotFound, InexactRange):
                 raise self._lost_part(path, manifest, number) from None
             done += len(piece)
@@ -79,7 +80,8 @@ class Parts:
                 for start in range(0, size, _COPY_BYTES):
                     piece = ByteRange(start, min(start + _COPY_BYTES, size))
                     try:
-                        self._volume.read_into(location, piece, buffer)
+                        with errors_of(path, f"part {number}"):
+                            self._volume.read_into(location, piece, buffer)
                     except (NotFound, InexactRange):
                         raise self._lost_part(path, manifest, number) from None
                     write_at(copy.fileno(), buffer[: len(piece)], start)
