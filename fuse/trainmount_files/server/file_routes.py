@@ -30,15 +30,13 @@ __all__ = [
 async def put_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
     overwrite, conditions = call.overwrite(), call.conditions
 
-    def begin() -> Temporary:
-        # Asked before a large body comes; `publish` holds it against a race.
+    def admit() -> None:
         api.store.require_writable(path, overwrite=overwrite, conditions=conditions)
-        return api.staging.new_temporary()
 
     def finish(temporary: Temporary) -> FileInfo:
         return api.store.publish(temporary, path, overwrite=overwrite, conditions=(conditions,))
 
-    info = await store_body(api, call, begin, finish)
+    info = await store_body(api, call, finish, admit=admit)
     return empty(headers=call.validators(info.etag))
 
 

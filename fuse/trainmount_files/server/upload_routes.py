@@ -115,7 +115,7 @@ async def _store_part(api: Api, call: Call, token: str, number: int) -> web.Stre
     def finish(temporary: Temporary) -> str:
         return api.uploads.put_part(token, number, temporary)
 
-    etag = await store_body(api, call, api.staging.new_temporary, finish)
+    etag = await store_body(api, call, finish)
     return web.Response(headers={"ETag": f'"{etag}"'})
 
 
