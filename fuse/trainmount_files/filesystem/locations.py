@@ -105,24 +105,34 @@ class Locations:
         return volume
 
 
+_Key = tuple[str, Identity, frozenset[tuple[str, str]]]
+
+_SETTINGS: Final = ("DATABRICKS_", "ARM_", "AWS_", "GOOGLE_", "AZURE_")
+"""How the names of variables begin that say who asks, and where."""
+
+
 class _SharedVolumes:
     """The open volumes of this process. Any thread may ask."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # Held weakly: a volume goes when the last filesystem object that used it does.
-        self._volumes: weakref.WeakValueDictionary[tuple[str, Identity], Any] = (
-            weakref.WeakValueDictionary()
-        )
+        self._volumes: weakref.WeakValueDictionary[_Key, Any] = weakref.WeakValueDictionary()
 
     def open(self, url: str, identity: Identity) -> Volume:
+        # A volume keeps to what it found at its first request; who is made after the environment
+        # has changed shall see the change.
+        environment = frozenset(
+            each for each in os.environ.items() if each[0].startswith(_SETTINGS)
+        )
+        key = (url, identity, environment)
         with self._lock:
-            volume: Volume | None = self._volumes.get((url, identity))
+            volume: Volume | None = self._volumes.get(key)
             if volume is None:
                 volume = open_volume(
                     url, host=identity.host, token=identity.token, profile=identity.profile
                 )
-                self._volumes[url, identity] = volume
+                self._volumes[key] = volume
             return volume
 
 
