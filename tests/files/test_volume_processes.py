@@ -28,6 +28,85 @@ volume.read_into("file", ByteRange(0, 7), buffer)
 print(buffer.decode())
 """
 
+WORKERS = """
+import multiprocessing, os, pickle, sys, threading, time
+from trainmount_files import ByteRange, open_volume
+from trainmount_files.transfer import open_reader
+
+NUM_WORKERS = 4
+
+
+def connections(port):
+    # Inodes of this process' sockets that are connected to the server.
+    lines = [line.split() for line in open("/proc/self/net/tcp").read().splitlines()[1:]]
+    connected = {f"socket:[{f[9]}]" for f in lines if int(f[2].partition(":")[2], 16) == port}
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            pass
+    return found & connected
+
+
+def read(volume):
+    buffer = bytearray(7)
+    volume.read_into("file", ByteRange(0, 7), buffer)
+    with open_reader(volume, "file") as reader:
+        return bytes(buffer) + reader.read(7)
+
+
+def work(given, port, parents, results):
+    began = time.monotonic()
+    volume = pickle.loads(given) if isinstance(given, bytes) else given
+    content = read(volume)
+    own = connections(port)
+    results.put((content, time.monotonic() - began < 10, bool(own), sorted(own & parents)))
+    volume.close()
+
+
+def main():
+    method, port, token = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    volume = open_volume("/Volumes/main/default/data")
+    assert read(volume) == b"contentcontent"
+    pickled = pickle.dumps(pickle.loads(pickle.dumps(volume)))
+    assert token.encode() not in pickled
+    done = threading.Event()
+
+    def keep_reading():
+        # Locks are held, and requests are under way, whenever a child is forked.
+        while not done.is_set():
+            read(volume)
+
+    readers = [threading.Thread(target=keep_reading) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    context = multiprocessing.get_context(method)
+    results = context.SimpleQueue()
+    parents = connections(port)
+    assert parents
+    given = [volume if method == "fork" and n % 2 else pickled for n in range(NUM_WORKERS)]
+    children = [
+        context.Process(target=work, args=(each, port, parents, results)) for each in given
+    ]
+    for child in children:
+        child.start()
+    found = [results.get() for _ in children]
+    for child in children:
+        child.join()
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert read(volume) == b"contentcontent"
+    assert [child.exitcode for child in children] == [0] * NUM_WORKERS
+    for each in found:
+        print(*each)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
 
 @pytest.fixture(autouse=True)
 def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -100,6 +179,43 @@ def test_a_volume_from_the_environment_is_pickled_without_the_token(
     )
     assert done.stdout == b"content\n"
     volume.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "source"),
+    [
+        ("fork", "environment"),
+        ("spawn", "environment"),
+        ("forkserver", "environment"),
+        ("fork", "profile"),
+    ],
+)
+def test_four_workers_of_each_kind_read_by_connections_of_their_own(
+    remote: FilesApiVolume, server: LocalServer, tmp_path: Path, method: str, source: str
+) -> None:
+    remote.put("file", b"content")
+    program = tmp_path / "program.py"
+    program.write_text(WORKERS)
+    variables = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    if source == "environment":
+        variables |= {"DATABRICKS_HOST": server.url, "DATABRICKS_TOKEN": TOKEN}
+    else:
+        profiles = tmp_path / "profiles"
+        profiles.write_text(f"[training]\nhost = {server.url}\ntoken = {TOKEN}\n")
+        variables |= {
+            "DATABRICKS_CONFIG_FILE": str(profiles),
+            "DATABRICKS_CONFIG_PROFILE": "training",
+        }
+    port = server.url.rpartition(":")[2]
+    done = subprocess.run(
+        [sys.executable, program, method, port, TOKEN],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=variables,
+    )
+    assert done.stderr == ""
+    assert done.stdout == "b'contentcontent' True True []\n" * 4
 
 
 def test_a_profile_of_the_sdk_is_used(

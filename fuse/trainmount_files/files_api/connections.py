@@ -10,6 +10,7 @@ import socket
 import ssl
 import sys
 import threading
+import weakref
 from contextlib import suppress
 from typing import Any, Final
 
@@ -113,6 +114,26 @@ class InFlight:
                         exchange.cut()
 
 
+_SOCKETS: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
+"""Every connection of this process, so that a forked child can let go of its copies."""
+
+
+def _close_inherited() -> None:
+    """In a forked child: close the parent's connections, on which nothing is sent or shut down.
+
+    The child never uses them, but as long as it has them open their other ends do not learn that
+    the parent has closed its own.
+    """
+    for sock in list(_SOCKETS):
+        with suppress(OSError):
+            descriptor = sock.detach()
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
 def _use(sock: socket.socket) -> None:
     if _CURRENT.exchange is not None:
         _CURRENT.exchange.use(sock)
@@ -145,6 +166,7 @@ class _SecureConnection(HTTPSConnection):
 class _SecureSocket(ssl.SSLSocket):
     def do_handshake(self, block: bool = False) -> None:
         # The plain socket has handed its descriptor over to this one.
+        _SOCKETS.add(self)
         _use(self)
         super().do_handshake(block)
 
@@ -167,6 +189,7 @@ def _connected(connection: HTTPConnection) -> socket.socket:
     failure: OSError | None = None
     for family, kind, protocol, _, address in addresses:
         sock = socket.socket(family, kind, protocol)
+        _SOCKETS.add(sock)
         try:
             for option in connection.socket_options or ():
                 sock.setsockopt(*option)
