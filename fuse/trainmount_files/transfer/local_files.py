@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from trainmount_files.directory.io import link_or_rename_exclusively
 from trainmount_files.errors import AlreadyExists, LocalError
 
 __all__ = ["NewFile", "local_errors", "write_at"]
@@ -22,6 +23,8 @@ _NO_NAMELESS_FILES: Final = frozenset(
     {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
 )
 """What file systems and kernels without O_TMPFILE answer."""
+
+_NO_EXCLUSIVE_RENAME: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 @contextmanager
@@ -101,13 +104,18 @@ class NewFile:
 
     def _link(self, name: str) -> None:
         if self._temporary is not None:
-            os.link(
-                self._temporary,
-                name,
-                src_dir_fd=self._directory,
-                dst_dir_fd=self._directory,
-                follow_symlinks=False,
-            )
+            directory = self._directory
+            try:
+                link_or_rename_exclusively(self._temporary, directory, name, directory)
+            except OSError as error:
+                if error.errno not in _NO_EXCLUSIVE_RENAME:
+                    raise
+                # Neither links nor exclusive renames (exFAT, some FUSE): a look and a rename is
+                # all that can be had.
+                with suppress(FileNotFoundError):
+                    os.stat(name, dir_fd=directory, follow_symlinks=False)
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+                os.rename(self._temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
             return
         os.link(f"/proc/self/fd/{self.descriptor}", name, dst_dir_fd=self._directory)
 

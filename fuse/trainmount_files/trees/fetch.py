@@ -33,7 +33,7 @@ from trainmount_files.transfer import download_file
 from trainmount_files.trees.crew import Crew
 from trainmount_files.trees.directories import disk_errors
 from trainmount_files.trees.entries import below
-from trainmount_files.trees.local_target import LocalTarget
+from trainmount_files.trees.local_target import LocalTarget, told_plainly
 from trainmount_files.trees.manifest import MANIFEST_NAME, Manifest, PublishedFile
 from trainmount_files.trees.report import Report
 from trainmount_files.trees.routes import SMALL_BYTES
@@ -166,15 +166,16 @@ class _Fetch:
 
     def _large(self, remote: str, file: PublishedFile, cancel: threading.Event) -> None:
         destination, _ = self._target.prepare(file.path, overwrite=False)
-        found = download_file(
-            self._volume,
-            remote,
-            destination,
-            overwrite=False,
-            parallelism=_RANGES_OF_A_FILE,
-            progress=self._report.moved,
-            cancel=cancel,
-        )
+        with told_plainly("fetch", remote):
+            found = download_file(
+                self._volume,
+                remote,
+                destination,
+                overwrite=False,
+                parallelism=_RANGES_OF_A_FILE,
+                progress=self._report.moved,
+                cancel=cancel,
+            )
         if found.size_bytes != file.size_bytes:
             raise _wrong(remote, "another size")
         with disk_errors("fetch", remote), destination.open("rb", buffering=0) as stored:

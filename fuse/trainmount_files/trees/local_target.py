@@ -12,17 +12,25 @@ import os
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from trainmount_files.directory.io import write_all
-from trainmount_files.errors import AlreadyExists, InvalidRequest, IsADirectory, NotADirectory
+from trainmount_files.errors import (
+    AlreadyExists,
+    InvalidRequest,
+    IsADirectory,
+    LocalError,
+    NotADirectory,
+)
 from trainmount_files.paths import split
 from trainmount_files.transfer.local_files import NewFile
 from trainmount_files.trees.directories import DirectoryCache, disk_errors
 from trainmount_files.volume import Buffer
 
-__all__ = ["LocalTarget"]
+__all__ = ["LocalTarget", "told_plainly"]
 
 _LISTINGS: Final = 16
 """Directories whose names are kept, for telling an old file from one that the disk takes for the
@@ -129,10 +137,22 @@ class LocalTarget:
 
     def _write(self, path: str, data: Buffer, *, overwrite: bool) -> None:
         destination, exists = self.prepare(path, overwrite=overwrite)
-        with NewFile(destination, path, overwrite=exists) as new:
+        with told_plainly("write", path), NewFile(destination, path, overwrite=exists) as new:
             with disk_errors("write", path):
                 write_all(new.descriptor, data)
             new.publish()
+
+
+@contextmanager
+def told_plainly(operation: str, path: str) -> Iterator[None]:
+    """Say an error of a path that `prepare` gave without that path, which no person knows."""
+    try:
+        yield
+    except LocalError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else error.reason
+        raise LocalError(operation, path, reason, error.errno) from error.__cause__
+    except AlreadyExists as error:
+        raise _occupied(path) from error.__cause__
 
 
 class _Names:

@@ -21,7 +21,7 @@ from trainmount_files.errors import (
 )
 from trainmount_files.trees.entries import Entry, below
 from trainmount_files.trees.local_source import LocalSource
-from trainmount_files.trees.local_target import LocalTarget
+from trainmount_files.trees.local_target import LocalTarget, told_plainly
 from trainmount_files.volume import MIB, ByteRange, FileStat, Volume, list_pages
 
 __all__ = ["SMALL_BYTES", "Download", "Relay", "Route", "Upload", "volume_entries"]
@@ -188,7 +188,7 @@ class Download(_FromVolume):
         from trainmount_files.transfer import download_file
 
         source = below(self._source_root, entry.path)
-        with self._one_of_few(entry, cancel):
+        with self._one_of_few(entry, cancel), told_plainly("write", path):
             destination, exists = self._target.prepare(path, overwrite=overwrite)
             download_file(
                 self._volume,
