@@ -31,9 +31,10 @@ test-cluster:  ## a real Kubernetes: the project's own on this machine, or the o
 	@.ci/bootstrap dev
 	$(PYTHON) -m pytest -q tests/cluster
 
-test-external:  ## suites from elsewhere: csi-sanity, the databricks SDK in several versions
+test-external:  ## suites from elsewhere: csi-sanity, a real S3 server, the databricks SDK in several versions
 	@.ci/bootstrap dev
 	$(PYTHON) -m pytest -q tests/external
+	$(PYTHON) -m pytest -q tests/files/test_volume_contract.py --real-bucket
 
 examples:  ## embeds the training code into manifests/examples/*/trainingjob.yaml
 	@$(PYTHON) manifests/examples/embed_code.py

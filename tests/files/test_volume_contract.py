@@ -90,7 +90,16 @@ def blob(size_bytes: int) -> bytes:
 def several_parts(volume: Volume) -> int:
     """A size that every kind moves in several steps."""
     part_bytes = volume.capabilities.part_bytes
-    return 6 * part_bytes + 1 if part_bytes < 1 << 20 else (21 << 20) + 1
+    if part_bytes < 1 << 20 or isinstance(volume, BucketVolume):
+        return 6 * part_bytes + 1
+    return (21 << 20) + 1
+
+
+def names_of(volume: Volume) -> list[str]:
+    """The odd names that the volume can keep; it refuses others."""
+    if volume.url.startswith("az:"):
+        return [name for name in ODD_NAMES if "\\" not in name]
+    return ODD_NAMES
 
 
 def make_empty_files(volume: Volume, tmp_path: Path, directory: str, names: list[str]) -> None:
@@ -428,8 +437,7 @@ def test_a_directory_of_more_than_a_page_is_listed_whole(
     pages = list_pages(volume, directory)
     if directory:
         volume.make_directory(directory)
-    # A page of a bucket here has 100 entries.
-    count = 250 if isinstance(volume, BucketVolume) else 2000
+    count = volume._options.page_entries + 150 if isinstance(volume, BucketVolume) else 2000
     expected = [f"{number:05}" for number in range(count)]
     make_empty_files(volume, tmp_path, directory, expected)
     found = [[entry.name for entry in page.entries] for page in pages]
@@ -441,6 +449,10 @@ def test_a_directory_of_more_than_a_page_is_listed_whole(
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_an_odd_name_is_kept_byte_for_byte(volume: Volume, tmp_path: Path, name: str) -> None:
     path = f"{name}/{name}"
+    if name not in names_of(volume):
+        with pytest.raises(InvalidRequest):
+            volume.put(path, b"1")
+        return
     volume.put(path, name.encode())
     assert volume.stat(path).name == name
     assert [entry.name for entry in list_directory(volume, name)] == [name]
@@ -456,10 +468,11 @@ def test_an_odd_name_is_kept_byte_for_byte(volume: Volume, tmp_path: Path, name:
 
 
 def test_odd_names_side_by_side_are_as_many_files(volume: Volume) -> None:
-    for name in ODD_NAMES:
+    odd = names_of(volume)
+    for name in odd:
         volume.put(name, name.encode())
-    assert names(volume) == sorted(ODD_NAMES)
-    assert [content(volume, name) for name in ODD_NAMES] == [name.encode() for name in ODD_NAMES]
+    assert names(volume) == sorted(odd)
+    assert [content(volume, name) for name in odd] == [name.encode() for name in odd]
 
 
 @pytest.mark.parametrize("path", ["..", "a/../b", "/abs", "a//b", ".", "a/", "a\0b"])

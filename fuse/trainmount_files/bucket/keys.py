@@ -21,9 +21,10 @@ __all__ = [
     "DIRECTORY_KEY",
     "Meta",
     "Opened",
+    "bare_etag",
     "check_file_name",
     "check_name",
-    "is_etag",
+    "etag_of",
     "is_hidden",
     "to_stat",
     "version_of",
@@ -82,13 +83,16 @@ class Opened:
             )
 
 
-def check_name(operation: str, path: str) -> tuple[str, ...]:
-    """The names of `path`.
+def check_name(scheme: str, operation: str, path: str) -> tuple[str, ...]:
+    """The names of `path` in a store of that scheme.
 
     Raises:
         InvalidRequest: a name is reserved, or no key that obstore takes can hold it.
     """
     names = split(operation, path)
+    if scheme == "az" and "\\" in path:
+        # It would be taken for a slash.
+        raise InvalidRequest(operation, path, "Azure keeps no names with a backslash")
     for name in names:
         if any(ord(character) < 32 or character == "\x7f" for character in name):
             raise InvalidRequest(
@@ -105,9 +109,9 @@ def check_name(operation: str, path: str) -> tuple[str, ...]:
     return names
 
 
-def check_file_name(operation: str, path: str) -> tuple[str, ...]:
+def check_file_name(scheme: str, operation: str, path: str) -> tuple[str, ...]:
     """As `check_name`; raises IsADirectory for the root."""
-    names = check_name(operation, path)
+    names = check_name(scheme, operation, path)
     if not names:
         raise IsADirectory(operation, path, "is the volume's root")
     return names
@@ -119,13 +123,21 @@ def is_hidden(directory: str, name: str) -> bool:
 
 
 def version_of(meta: Meta) -> str:
-    """The ETag as it stands; of a store that gives none, size and modification time."""
-    etag = meta["e_tag"]
-    return etag or f"{_NO_ETAG}{meta['size']}-{_mtime_ns(meta)}"
+    """The ETag; of a store that gives none, size and modification time."""
+    etag: str | None = meta["e_tag"]
+    return bare_etag(etag) or f"{_NO_ETAG}{meta['size']}-{_mtime_ns(meta)}"
 
 
-def is_etag(version: str) -> bool:
-    return not version.startswith(_NO_ETAG)
+def bare_etag(etag: str | None) -> str:
+    """Without its quotes, which a listing by Azure leaves out."""
+    return (etag or "").removeprefix('"').removesuffix('"')
+
+
+def etag_of(version: str) -> str | None:
+    """What a version is in a conditional request; None where it is no ETag."""
+    if version.startswith(_NO_ETAG):
+        return None
+    return version if version.startswith("W/") else f'"{version}"'
 
 
 def to_stat(path: str, meta: Meta) -> FileStat:

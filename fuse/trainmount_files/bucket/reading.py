@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from trainmount_files.bucket.keys import Meta, Opened, is_etag, version_of
+from trainmount_files.bucket.keys import Meta, Opened, etag_of, version_of
 from trainmount_files.bucket.library import Calls
 from trainmount_files.errors import InexactRange, PreconditionFailed
 from trainmount_files.retry import Cancellation
@@ -39,8 +39,9 @@ def read_exactly(
     once more. Raises as `Volume.read_into` does.
     """
     options: dict[str, Any] = {"range": (byte_range.start, byte_range.end)}
-    if version is not None and is_etag(version):
-        options["if_match"] = version
+    etag = etag_of(version) if version is not None else None
+    if etag is not None:
+        options["if_match"] = etag
     is_whole = len(byte_range) <= piece_bytes
 
     async def get() -> tuple[Any, Any]:

@@ -142,7 +142,7 @@ class BucketVolume:
         then the directory, and the page of `p` has `p/f`.
         """
         here, key = self._here("list"), self._location.key(path)
-        names = check_name("list", path)
+        names = check_name(self._location.scheme, "list", path)
 
         async def call() -> Page:
             page = await here.listing.page(here.opened, path, key, page_token)
@@ -165,7 +165,7 @@ class BucketVolume:
         version: str | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        check_file_name("read", path)
+        check_file_name(self._location.scheme, "read", path)
         target = memoryview(buffer).cast("B")
         if len(target) < len(byte_range):
             raise ValueError(f"buffer of {len(target)} bytes is shorter than {byte_range}")
@@ -186,7 +186,7 @@ class BucketVolume:
         cancel: threading.Event | None = None,
     ) -> None:
         """See `ReadsToFile`; one request, and memory of two pieces of 2 MiB."""
-        check_file_name("read", path)
+        check_file_name(self._location.scheme, "read", path)
 
         def take(distance: int, piece: memoryview) -> None:
             view, offset = piece, byte_range.start + distance
@@ -201,7 +201,7 @@ class BucketVolume:
     def put(
         self, path: str, data: Buffer, *, overwrite: bool = True, want_version: bool = True
     ) -> FileStat:
-        check_file_name("put", path)
+        check_file_name(self._location.scheme, "put", path)
         whole = whole_bytes(data)
         limit = self.capabilities.max_put_bytes
         if limit is not None and len(whole) > limit:
@@ -225,7 +225,7 @@ class BucketVolume:
 
         Raises also: TooLarge: `overwrite=False` and more than 5 GiB, on S3.
         """
-        check_file_name("upload", path)
+        check_file_name(self._location.scheme, "upload", path)
         writing, options = self._here("upload").writing, self._options
         part_bytes = options.part_bytes_of(size_bytes)
         if not overwrite and size_bytes > part_bytes:
@@ -263,7 +263,7 @@ class BucketVolume:
         """As the protocol has it, but a part that is more than `window_bytes` behind cannot be
         replaced by other bytes any more (Unsupported).
         """
-        check_file_name("upload", path)
+        check_file_name(self._location.scheme, "upload", path)
         self._check_place("upload", path, overwrite=overwrite, cancel=cancel)
         if not overwrite:
             self._check_free("upload", path)
@@ -276,7 +276,7 @@ class BucketVolume:
         )
 
     def delete(self, path: str) -> None:
-        check_file_name("delete", path)
+        check_file_name(self._location.scheme, "delete", path)
         # A store says that it has deleted what was not there.
         if self._stat("delete", path).is_directory:
             raise IsADirectory("delete", path, "is a directory")
@@ -284,8 +284,8 @@ class BucketVolume:
 
     def rename(self, source: str, destination: str) -> FileStat:
         """As the protocol has it. What is written to `source` while it is copied may be lost."""
-        check_file_name("rename", source)
-        check_file_name("rename", destination)
+        check_file_name(self._location.scheme, "rename", source)
+        check_file_name(self._location.scheme, "rename", destination)
         found = self._stat("rename", source)
         if found.is_directory:
             raise IsADirectory("rename", source, "is a directory")
@@ -305,7 +305,7 @@ class BucketVolume:
         return copied
 
     def make_directory(self, path: str) -> None:
-        names = check_name("make directory", path)
+        names = check_name(self._location.scheme, "make directory", path)
         opened = self._here("make directory").opened
         parents = ["/".join(names[:count]) for count in range(1, len(names) + 1)]
         if not parents:
@@ -332,7 +332,7 @@ class BucketVolume:
         Raises also: Unsupported: another tool keeps the directory by a key that ends in a slash.
         """
         opened = self._here("remove directory").opened
-        if not check_name("remove directory", path):
+        if not check_name(self._location.scheme, "remove directory", path):
             raise InvalidRequest("remove directory", path, "the volume's root cannot be removed")
         key = self._location.key(path)
 
@@ -388,7 +388,7 @@ class BucketVolume:
 
     def _stat(self, operation: str, path: str, cancel: Cancellation | None = None) -> FileStat:
         opened = self._here(operation).opened
-        if not check_name(operation, path):
+        if not check_name(self._location.scheme, operation, path):
             return FileStat("", is_directory=True)
         key = self._location.key(path)
 

@@ -16,7 +16,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, BinaryIO, Final
 
-from trainmount_files.bucket.keys import Opened
+from trainmount_files.bucket.keys import Opened, bare_etag
 from trainmount_files.bucket.library import Calls
 from trainmount_files.bucket.location import Location
 from trainmount_files.bucket.options import MAX_PARTS, BucketOptions
@@ -108,7 +108,7 @@ class Writing:
                 mode="overwrite" if overwrite else "create",
                 use_multipart=False,
             )
-            return result["e_tag"] or ""
+            return bare_etag(result["e_tag"])
 
         return self.calls.run(operation, path, call, cancel)
 

@@ -1,0 +1,162 @@
+"""A bucket at a real S3 server: what only shows there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.external.s3_server import BUCKET, S3Server, running_s3_server
+from tests.files.conftest import REAL_BUCKET_OPTIONS
+from tests.files.test_volume_contract import blob
+
+from trainmount_files import (
+    AlreadyExists,
+    ByteRange,
+    Cancelled,
+    NotFound,
+    PermissionDenied,
+    Unauthenticated,
+    VolumeError,
+    list_directory,
+    open_volume,
+)
+from trainmount_files.bucket import BucketVolume, Location
+from trainmount_files.transfer import download_file, open_writer, upload_file
+
+PART_BYTES = REAL_BUCKET_OPTIONS.part_size_bytes
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[S3Server]:
+    with running_s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server) -> Iterator[BucketVolume]:
+    options = replace(REAL_BUCKET_OPTIONS, storage=s3_server.storage)
+    opened = BucketVolume(Location("s3", BUCKET, f"own-{uuid.uuid4().hex}"), options)
+    yield opened
+    opened.close()
+    assert s3_server.open_uploads() == []
+
+
+def local_file(tmp_path: Path, size_bytes: int) -> Path:
+    local = tmp_path / "local"
+    local.write_bytes(blob(size_bytes))
+    return local
+
+
+def test_a_file_of_many_parts_comes_back_as_it_was(bucket: BucketVolume, tmp_path: Path) -> None:
+    local = local_file(tmp_path, 9 * PART_BYTES + 1)
+    stored = upload_file(bucket, local, "d/file")
+    assert stored.version.endswith("-10")
+    download_file(bucket, "d/file", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == local.read_bytes()
+    with open_writer(bucket, "d/stream") as writer:
+        writer.write(local.read_bytes())
+    buffer = bytearray(local.stat().st_size)
+    bucket.read_into("d/stream", ByteRange(0, len(buffer)), buffer)
+    assert buffer == local.read_bytes()
+
+
+@pytest.mark.parametrize("how", ["cancel", "interrupt", "short source"])
+def test_an_upload_that_fails_is_aborted_at_the_store(
+    bucket: BucketVolume, s3_server: S3Server, tmp_path: Path, how: str
+) -> None:
+    bucket.put("file", b"old")
+    size = 12 * PART_BYTES
+    local = local_file(tmp_path, size)
+    cancel = threading.Event()
+    under_way: list[int] = []
+
+    def progress(_: int) -> None:
+        under_way.append(len(s3_server.open_uploads()))
+        if how == "cancel":
+            cancel.set()
+        elif how == "interrupt":
+            raise KeyboardInterrupt
+        else:
+            os.truncate(local, 7 * PART_BYTES)
+
+    started = time.monotonic()
+    with local.open("rb") as source, pytest.raises((VolumeError, KeyboardInterrupt)) as caught:
+        bucket.upload("file", source, size, cancel=cancel, progress=progress)
+    assert time.monotonic() - started < 30
+    assert caught.type.__name__ in ("Cancelled", "KeyboardInterrupt", "InvalidRequest")
+    assert under_way[0] == 1
+    assert s3_server.open_uploads() == []
+    assert bucket.stat("file").size_bytes == 3
+
+
+def test_parts_that_are_given_up_are_aborted_at_the_store(
+    bucket: BucketVolume, s3_server: S3Server
+) -> None:
+    cancel = threading.Event()
+    upload = bucket.start_upload("file", cancel=cancel)
+    for number in range(1, 8):
+        upload.put_part(number, bytes(PART_BYTES))
+    assert len(s3_server.open_uploads()) == 1
+    cancel.set()
+    with pytest.raises(Cancelled):
+        upload.put_part(8, b"1")
+    upload.abort()
+    assert s3_server.open_uploads() == []
+    with pytest.raises(NotFound):
+        bucket.stat("file")
+
+
+def test_of_many_exclusive_uploads_of_parts_one_wins(bucket: BucketVolume, tmp_path: Path) -> None:
+    local = local_file(tmp_path, 2 * PART_BYTES + 1)
+
+    def upload(_: int) -> bool:
+        with local.open("rb") as source:
+            try:
+                bucket.upload("file", source, local.stat().st_size, overwrite=False)
+            except AlreadyExists:
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(upload, range(6))) == 1
+    assert bucket.stat("file").size_bytes == local.stat().st_size
+    # Nothing is left of the losers.
+    root = Location("s3", BUCKET)
+    whole = BucketVolume(root, bucket._options)
+    prefix = bucket.url.rpartition("/")[2]
+    assert [entry.name for entry in list_directory(whole, prefix)] == ["file"]
+    whole.close()
+
+
+def test_wrong_credentials_and_a_wrong_bucket_are_told(s3_server: S3Server) -> None:
+    wrong = s3_server.storage | {"secret_access_key": "not-it"}
+    volume = open_volume(f"s3://{BUCKET}/x", options=wrong)
+    with pytest.raises(Unauthenticated, match="SignatureDoesNotMatch"):
+        volume.list_page("")
+    with pytest.raises(PermissionDenied):
+        volume.stat("x")
+    volume.close()
+    volume = open_volume("s3://no-such-bucket", options=s3_server.storage)
+    with pytest.raises(NotFound, match="no such bucket"):
+        volume.list_page("")
+    volume.close()
+
+
+def test_the_environment_is_enough(
+    bucket: BucketVolume, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("file", b"content")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
+    opened = open_volume(bucket.url)
+    assert opened.stat("file").size_bytes == 7
+    opened.close()
