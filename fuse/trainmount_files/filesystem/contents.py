@@ -36,9 +36,6 @@ from trainmount_files.volume import MIB, FileStat, Volume
 
 __all__ = ["FileContentsFileSystem"]
 
-_BLOCK_BYTES: Final = 8 * MIB
-"""Of a file's read-ahead, four of them at most, where `open` is not told."""
-
 _RANGES: Final = 16
 """Ranges of all files that are fetched at once: what 16 files share, one large file has alone."""
 
@@ -48,6 +45,8 @@ _PUT_BYTES: Final = 16 * MIB
 
 class FileContentsFileSystem(ManyFilesFileSystem):
     """Bytes in and out."""
+
+    blocksize = 8 * MIB
 
     _locations: Locations
 
@@ -217,7 +216,7 @@ class FileContentsFileSystem(ManyFilesFileSystem):
             if mode == "rb":
                 known = None if details is None else _to_stat(within, details)
                 given = isinstance(block_size, int) and block_size > 0
-                block_bytes = block_size if given else _BLOCK_BYTES
+                block_bytes = block_size if given else self.blocksize
                 reader = open_reader(volume, within, known=known, block_bytes=block_bytes)
                 return ReadFile(self, full, reader, self._info_of(full, reader.stat), block_bytes)
             if mode == "xb":

@@ -301,7 +301,8 @@ def _is_unwinding() -> bool:
     fsspec's and pandas' own context managers close the file without a word of what happened.
     """
     error = sys.exc_info()[1]
-    frame: FrameType | None = sys._getframe(2)
+    # The caller may have been called by no Python at all.
+    frame: FrameType | None = sys._getframe(1).f_back
     for _ in range(_FRAMES):
         if error is None or frame is None:
             return False

@@ -29,7 +29,9 @@ class VolumesFileSystem(FileContentsFileSystem):
     Without `root` a path is `/Volumes/<catalog>/<schema>/<volume>/...`, also as
     `volumes:///Volumes/...`. With `root`, any URL that `open_volume` takes, paths are below it.
     `host`, `token` and `profile` are as in `open_volume`. `parallelism` is how many files are
-    worked on at once. Listings are kept only with `use_listings_cache`.
+    worked on at once, `block_size` the bytes of a block of read-ahead, of which an open file has
+    four at most; 0, which datasets give for a stream, is the default. Listings are kept only with
+    `use_listings_cache`.
 
     An explicit token stays in this process: it is in no `repr`, JSON or `storage_options`, and
     pickling the object is refused but for a child process that is being spawned. What comes from
@@ -47,6 +49,7 @@ class VolumesFileSystem(FileContentsFileSystem):
         token: str | None = None,
         profile: str | None = None,
         parallelism: int = 16,
+        block_size: int | None = None,
         use_listings_cache: bool = False,
         listings_expiry_time: float | None = None,
         max_paths: int | None = None,
@@ -64,6 +67,8 @@ class VolumesFileSystem(FileContentsFileSystem):
             max_paths=max_paths,
         )
         self.parallelism = parallelism
+        if block_size:
+            self.blocksize = block_size
         self._token = token
         self._locations = Locations(root, Identity(host=host, token=token, profile=profile))
 

@@ -15,10 +15,12 @@ from fsspec.tests.abstract import (
     AbstractPipeTests,
     AbstractPutTests,
 )
-from tests.files.conftest import ROOT, TOKEN
 
 from trainmount_files.filesystem import VolumesFileSystem
 from trainmount_files.server import LocalServer, ServerSettings
+
+TOKEN = "dapi-0123456789abcdef"
+ROOT = "/Volumes/main/default/data"
 
 
 @pytest.fixture(scope="module")
