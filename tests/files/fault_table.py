@@ -250,12 +250,12 @@ def _faults() -> list[Fault]:
         for label, value in (FAR if status in (429, 503) else {"day": FAR["day"]}).items():
             faults.append(Fault(f"{status}-after-{label}", _status(status, value), error, False))
     faults += [
-        Fault("500-after-acting", _after(Answer(500).with_body(b"").encode(), "keep"), acts=True),
+        Fault("500-done", _after(Answer(500).with_body(b"").encode(), "keep"), acts=True),
         Fault("403-html", _status(403, body=HTML), PermissionDenied, False),
         Fault("403-empty", _status(403, body=b""), PermissionDenied, False),
         Fault(
             "403-huge",
-            _status(403, body=HTML * 100_000),
+            _status(403, body=HTML * 20_000),
             PermissionDenied,
             False,
             routes=BODIES | JSON | STORES,
@@ -282,7 +282,7 @@ def _faults() -> list[Fault]:
         Fault("lost-reply", _after(b"", "close"), acts=True),
         Fault("lost-reply-reset", _after(b"", "reset"), acts=True),
         Fault("garbage", _raw(b"\x16\x03\x01\x00garbage\xff\xfe\n\n" * 20)),
-        Fault("garbage-after-acting", _after(b"SSH-2.0-OpenSSH_9.2\r\n", "close"), acts=True),
+        Fault("garbage-when-done", _after(b"SSH-2.0-OpenSSH_9.2\r\n", "close"), acts=True),
         Fault("endless-line", _raw(b"HTTP/1.1 200 " + b"x" * 70_000)),
         Fault("many-headers", _raw(b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 300 + b"\r\n")),
         Fault("silence", _silent, acts=True),

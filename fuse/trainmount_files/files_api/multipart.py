@@ -224,6 +224,8 @@ class MultipartUpload:
                     renewals += 1
                     continue
                 error = self._refusal(part_number, reply, signed)
+                if reply.status not in RETRYABLE_STATUSES:
+                    raise error
                 retry_after = reply.headers.get("Retry-After")
             if not isinstance(error, Unavailable):
                 raise error
