@@ -12,7 +12,9 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import certifi
 import urllib3
@@ -20,11 +22,18 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
+from trainmount_files.files_api.transport import SEND_BLOCK_BYTES
 from trainmount_files.retry import Cancellation
 
-__all__ = ["Exchange", "InFlight", "make_manager"]
+if TYPE_CHECKING:
+    from trainmount_files.files_api.transport import TransportOptions
+
+__all__ = ["Exchange", "InFlight", "Pools"]
 
 _POLL_SECONDS: Final = 0.05
+
+_WHOLE_BYTES: Final = 64 << 10
+"""Bodies up to this size are sent together with their headers."""
 
 
 class Exchange:
@@ -139,28 +148,45 @@ def _use(sock: socket.socket) -> None:
         _CURRENT.exchange.use(sock)
 
 
-class _PlainConnection(HTTPConnection):
+class _Whole:
+    """Sends a small body together with the headers: one packet, one turn of the other side."""
+
+    _held: bytes | None = None
+
+    def request(self, method: str, url: str, body: Any = None, *rest: Any, **more: Any) -> None:
+        sock: socket.socket | None = self.sock  # type: ignore[attr-defined]
+        if sock is not None:
+            _use(sock)
+        send_request = super().request  # type: ignore[misc]
+        if not isinstance(body, bytes | bytearray | memoryview) or len(body) > _WHOLE_BYTES:
+            send_request(method, url, body, *rest, **more)
+            return
+        self._held = b""
+        try:
+            send_request(method, url, body, *rest, **more)
+        finally:
+            whole, self._held = self._held, None
+        self.send(whole)
+
+    def send(self, data: Any) -> None:
+        if self._held is not None:
+            self._held += data
+        else:
+            super().send(data)  # type: ignore[misc]
+
+
+class _PlainConnection(_Whole, HTTPConnection):
     """As urllib3's, but each socket is known to its exchange before it can block."""
 
     def _new_conn(self) -> socket.socket:
         return _connected(self)
 
-    def request(self, *arguments: Any, **more: Any) -> None:
-        if self.sock is not None:
-            _use(self.sock)
-        super().request(*arguments, **more)
 
-
-class _SecureConnection(HTTPSConnection):
+class _SecureConnection(_Whole, HTTPSConnection):
     """As `_PlainConnection`."""
 
     def _new_conn(self) -> socket.socket:
         return _connected(self)
-
-    def request(self, *arguments: Any, **more: Any) -> None:
-        if self.sock is not None:
-            _use(self.sock)
-        super().request(*arguments, **more)
 
 
 class _SecureSocket(ssl.SSLSocket):
@@ -214,7 +240,7 @@ def _connected(connection: HTTPConnection) -> socket.socket:
     raise NewConnectionError(connection, f"failed: {failure}") from failure
 
 
-def make_manager(
+def _make_manager(
     proxy: tuple[str, str | None] | None,
     *,
     connections: int,
@@ -245,3 +271,65 @@ def make_manager(
         manager = urllib3.ProxyManager(address, proxy_headers=headers, **options)
     manager.pool_classes_by_scheme = {"http": _PlainPool, "https": _SecurePool}
     return manager
+
+
+class Pools:
+    """urllib3's pools of this process: straight, and through each proxy. Any thread may call."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._options = options
+        # Both are written under the lock.
+        self._by_proxy: dict[str | None, urllib3.PoolManager] = {}
+        self._by_origin: dict[str, urllib3.HTTPConnectionPool] = {}
+        self._lock = threading.Lock()
+        self._proxies = getproxies()
+
+    def of(self, url: str) -> tuple[urllib3.PoolManager | urllib3.HTTPConnectionPool, str]:
+        """Who sends a request for `url`, and what to ask it for."""
+        if not self._proxies:
+            # Found by the URL's beginning: to take it apart twice costs as much as a small request.
+            slash = url.find("/", url.find("//") + 2)
+            origin = url[:slash]
+            pool = self._by_origin.get(origin)
+            if pool is not None and pool.pool is not None:
+                return pool, url[slash:]
+        parts = urlsplit(url)
+        proxy = self._proxies.get(parts.scheme) or self._proxies.get("all")
+        if proxy is not None and proxy_bypass(parts.netloc):
+            proxy = None
+        with self._lock:
+            manager = self._by_proxy.get(proxy)
+            if manager is None:
+                manager = self._by_proxy[proxy] = self._make(proxy)
+            if not self._proxies and slash > 0:
+                self._by_origin[origin] = manager.connection_from_url(origin)
+                return self._by_origin[origin], url[slash:]
+            return manager, url
+
+    def clear(self) -> None:
+        with self._lock:
+            for manager in self._by_proxy.values():
+                # `clear` alone leaves the sockets to the garbage collector.
+                for key in manager.pools.keys():  # noqa: SIM118  (no plain dictionary)
+                    pool = manager.pools.get(key)
+                    if pool is not None:
+                        pool.close()
+                manager.clear()
+
+    def _make(self, proxy: str | None) -> urllib3.PoolManager:
+        options = self._options
+        return _make_manager(
+            _split_proxy(proxy) if proxy is not None else None,
+            connections=options.connections,
+            block_bytes=SEND_BLOCK_BYTES,
+            timeout=urllib3.Timeout(
+                connect=options.connect_timeout_seconds, read=options.inactivity_timeout_seconds
+            ),
+        )
+
+
+def _split_proxy(proxy: str) -> tuple[str, str | None]:
+    """A proxy's URL without credentials, and `user:password` where it has them."""
+    parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    user, _, host = parts.netloc.rpartition("@")
+    return f"{parts.scheme}://{host}", unquote(user) or None

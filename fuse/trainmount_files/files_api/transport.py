@@ -15,9 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from trainmount_files.errors import VolumeError
 from trainmount_files.per_process import PerProcess
@@ -28,15 +26,24 @@ from trainmount_files.volume import MIB, Buffer
 if TYPE_CHECKING:
     import urllib3
 
-    from trainmount_files.files_api.connections import InFlight
+    from trainmount_files.files_api.connections import InFlight, Pools
 
-__all__ = ["Answer", "FileSlice", "Reply", "Transport", "TransportError", "TransportOptions"]
+__all__ = [
+    "SEND_BLOCK_BYTES",
+    "Answer",
+    "FileSlice",
+    "Reply",
+    "Transport",
+    "TransportError",
+    "TransportOptions",
+]
 
-_SEND_BLOCK_BYTES: Final = MIB // 4
+SEND_BLOCK_BYTES: Final = MIB // 4
 """Bytes read from a file and handed to the socket at once; the memory of a part that is being sent.
 
 As fast as a MiB on loopback, and sixty-four parts at once are 16 MiB.
 """
+
 
 _MAX_REPLY_BYTES: Final = 32 * MIB
 """A listing page of 1,000 long names is under 3 MiB; what is larger is no answer of this API."""
@@ -209,7 +216,7 @@ class FileSlice:
 
     def __iter__(self) -> Iterator[memoryview]:
         """Pieces that are good until the next one is asked for."""
-        buffer = memoryview(bytearray(min(_SEND_BLOCK_BYTES, len(self))))
+        buffer = memoryview(bytearray(min(SEND_BLOCK_BYTES, len(self))))
         offset = self._start
         while offset < self._end:
             if self._cancel is not None and self._cancel.is_set():
@@ -231,7 +238,7 @@ class Transport:
 
     def __init__(self, options: TransportOptions) -> None:
         self._options = options
-        self._managers = PerProcess(lambda: _Managers(options))
+        self._managers: PerProcess[Pools] = PerProcess(lambda: _pools(options))
         self._in_flight: PerProcess[InFlight] = PerProcess(_in_flight)
         self.closed = threading.Event()
 
@@ -297,9 +304,9 @@ class Transport:
         in_flight = self._in_flight.peek()
         if in_flight is not None:
             in_flight.cut_all()
-        managers = self._managers.peek()
-        if managers is not None:
-            managers.clear()
+        pools = self._managers.peek()
+        if pools is not None:
+            pools.clear()
 
     def _send(
         self,
@@ -324,20 +331,17 @@ class Transport:
             raise TransportError("the volume was closed", was_sent=False, was_closed=True)
         try:
             with quiet_urls():
-                return (
-                    self._managers.get()
-                    .of(url)
-                    .urlopen(
-                        method,
-                        url,
-                        body=body,
-                        headers=complete,
-                        retries=False,
-                        redirect=False,
-                        preload_content=False,
-                        decode_content=False,
-                        assert_same_host=False,
-                    )
+                sender, target = self._managers.get().of(url)
+                return sender.urlopen(
+                    method,
+                    target,
+                    body=cast("Any", body),
+                    headers=complete,
+                    retries=False,
+                    redirect=False,
+                    preload_content=False,
+                    decode_content=False,
+                    assert_same_host=False,
                 )
         except (OSError, ValueError, http.client.HTTPException, _urllib3_error()) as error:
             failure = TransportError(
@@ -351,64 +355,16 @@ class Transport:
             del failure
 
 
-class _Managers:
-    """urllib3's pools of this process: one way straight, one for each proxy."""
+def _pools(options: TransportOptions) -> Pools:
+    from trainmount_files.files_api.connections import Pools
 
-    def __init__(self, options: TransportOptions) -> None:
-        self._options = options
-        self._by_proxy: dict[str | None, urllib3.PoolManager] = {}
-        self._lock = threading.Lock()
-        self._proxies = getproxies()
-
-    def of(self, url: str) -> urllib3.PoolManager:
-        parts = urlsplit(url)
-        proxy = self._proxies.get(parts.scheme) or self._proxies.get("all")
-        if proxy is not None and proxy_bypass(parts.netloc):
-            proxy = None
-        with self._lock:
-            manager = self._by_proxy.get(proxy)
-            if manager is None:
-                manager = self._by_proxy[proxy] = self._make(proxy)
-            return manager
-
-    def clear(self) -> None:
-        with self._lock:
-            for manager in self._by_proxy.values():
-                # `clear` alone leaves the sockets to the garbage collector.
-                for key in manager.pools.keys():  # noqa: SIM118  (no plain dictionary)
-                    pool = manager.pools.get(key)
-                    if pool is not None:
-                        pool.close()
-                manager.clear()
-
-    def _make(self, proxy: str | None) -> urllib3.PoolManager:
-        import urllib3
-
-        from trainmount_files.files_api.connections import make_manager
-
-        options = self._options
-        timeout = urllib3.Timeout(
-            connect=options.connect_timeout_seconds, read=options.inactivity_timeout_seconds
-        )
-        return make_manager(
-            _split_proxy(proxy) if proxy is not None else None,
-            connections=options.connections,
-            block_bytes=_SEND_BLOCK_BYTES,
-            timeout=timeout,
-        )
+    return Pools(options)
 
 
 def _in_flight() -> InFlight:
     from trainmount_files.files_api.connections import InFlight
 
     return InFlight()
-
-
-def _split_proxy(proxy: str) -> tuple[str, str | None]:
-    """A proxy's URL without credentials, and `user:password` where it has them."""
-    parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    user, _, host = parts.netloc.rpartition("@")
-    return f"{parts.scheme}://{host}", unquote(user) or None
 
 
 def _urllib3_error() -> type[Exception]:
