@@ -42,7 +42,7 @@ class BucketOptions:
     on fewer and larger parts.
     """
 
-    window_bytes: int = 32 * MIB
+    window_bytes: int = 16 * MIB
     """Parts of a `start_upload` that are held back, so that a repeat can still replace them; what
     does not fit waits in a temporary file.
     """
