@@ -24,6 +24,7 @@ from trainmount_files import (
     IsADirectory,
     NotADirectory,
     NotFound,
+    Volume,
     VolumeError,
 )
 from trainmount_files.trees import LocalPlace, Place, VolumePlace
@@ -128,8 +129,17 @@ def _kind_of(location: Location, volumes: Volumes) -> _Kind:
     try:
         found = volume.stat(path)
     except NotFound:
+        _require_volume(location, volume)
         return _Kind.MISSING
     return _Kind.DIRECTORY if found.is_directory else _Kind.FILE
+
+
+def _require_volume(location: Location, volume: Volume) -> None:
+    """Raises NotFound where a whole tree would fail, file by file, for want of the volume."""
+    try:
+        volume.stat("")
+    except NotFound:
+        raise NotFound("copy", location.text, f"there is no volume {location.url}") from None
 
 
 def _local_kind(location: Location) -> _Kind:

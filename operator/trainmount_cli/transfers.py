@@ -66,6 +66,7 @@ def interruptible(what: str) -> Iterator[None]:
                 CliError(f"{what} was interrupted", code="CANCELLED", exit_status=EXIT_INTERRUPTED)
             )
             sys.stderr.flush()
+            sys.stdout.flush()
         if threading.active_count() > 1:
             # A thread that the network holds must not hold the terminal.
             os._exit(EXIT_INTERRUPTED)

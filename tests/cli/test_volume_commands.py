@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -156,6 +157,30 @@ def test_what_cannot_be_is_one_line_and_changes_nothing(
     error = json.loads(run(*arguments, "-o", "json", status=status).stdout)["error"]
     assert words in error["message"]
     assert TOKEN not in done.stderr + error["message"]
+
+
+def test_a_volume_that_is_not_there_is_told_once(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    for number in range(5):
+        (tmp_path / f"src/f{number}").touch()
+
+    for target in ("/Volumes/main/default/gone", "/Volumes/main/default/gone/inside"):
+        done = run("cp", "-r", "src", target, status=1)
+        words = "there is no volume /Volumes/main/default/gone"
+        assert done.stderr == f"trainmount: {target}: {words}\n"
+
+
+def test_a_local_name_that_is_no_text_is_that_file_s_failure(
+    run: Run, served: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / os.fsdecode(b"\xff")).touch()
+    (tmp_path / "src/fine").touch()
+
+    done = run("cp", "-r", "src", f"{ROOT}/t", status=1)
+
+    assert done.stderr == ("trainmount: src/\\udcff: the name must be valid Unicode text\n")
+    assert paths_below(served) == ["t", "t/fine"]
 
 
 def test_names_are_letters_and_no_patterns(run: Run, served: Path, tmp_path: Path) -> None:
