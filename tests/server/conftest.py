@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,3 +69,27 @@ def http(server: LocalServer) -> Iterator[Callable[..., urllib3.BaseHTTPResponse
             return pool.request(method, url, headers=headers, **options)
 
         yield call
+
+
+@pytest.fixture
+def start_process(served: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
+    """`start_process(*options)` starts a server of its own process; returns its pid and URL."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*options: str) -> tuple[int, str]:
+        ready = tmp_path / f"ready-{len(processes)}"
+        command = [sys.executable, "-m", "trainmount_files.server", str(served), "--no-fsync"]
+        command += ["--volume", "main.default.data", "--ready-file", str(ready), *options]
+        environment = {**os.environ, "TRAINMOUNT_SERVE_TOKEN": TOKEN}
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+        deadline = time.monotonic() + 60
+        while not ready.exists():
+            assert processes[-1].poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return processes[-1].pid, ready.read_text()
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()

@@ -7,15 +7,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import urllib3
 
 TOKEN = "dapi-token-of-the-tests"
@@ -24,31 +21,6 @@ FILES = f"/api/2.0/fs/files{ROOT}"
 PART_BYTES = 256 * 1024
 NUM_PATHS = 6
 SEED = 20260
-
-
-@pytest.fixture
-def start(served: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[int, str]]]:
-    """Starts a server process and returns its pid and URL."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start_one() -> tuple[int, str]:
-        ready = tmp_path / f"ready-{len(processes)}"
-        command = [sys.executable, "-m", "trainmount_files.server", str(served), "--no-fsync"]
-        command += ["--volume", "main.default.data", "--ready-file", str(ready)]
-        command += ["--min-part-bytes", "1", "--admin"]
-        environment = {**os.environ, "TRAINMOUNT_SERVE_TOKEN": TOKEN}
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-        deadline = time.monotonic() + 60
-        while not ready.exists():
-            assert processes[-1].poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return processes[-1].pid, ready.read_text()
-
-    yield start_one
-    for process in processes:
-        process.kill()
-        process.wait()
 
 
 class Writer(threading.Thread):
@@ -116,13 +88,13 @@ def content_of(path: Path) -> bytes | None:
 
 
 def test_a_server_that_is_killed_at_any_point_leaves_every_file_whole(
-    start: Callable[[], tuple[int, str]], served: Path
+    start_process: Callable[..., tuple[int, str]], served: Path
 ) -> None:
     chance = random.Random(SEED)
     allowed: list[set[bytes | None]] = [{None} for _ in range(NUM_PATHS)]
     temporary = served / ".trainmount/temporary"
     for round_number in range(4):
-        pid, url = start()
+        pid, url = start_process("--min-part-bytes", "1")
         if round_number:
             # What the one before had in the making goes before anything else is asked for.
             deadline = time.monotonic() + 10
@@ -148,7 +120,7 @@ def test_a_server_that_is_killed_at_any_point_leaves_every_file_whole(
             allowed[index] = {found}
         names = {path.name for path in (served / "main/default/data").glob("*/*")}
         assert names <= {"file"}
-    _, url = start()
+    _, url = start_process()
     listing = urllib3.request(
         "GET",
         f"{url}/api/2.0/fs/directories{ROOT}",

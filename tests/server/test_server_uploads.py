@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,31 +191,6 @@ def test_a_part_number_out_of_range_is_refused(http: Http, number: object) -> No
     body = {"path": PATH, "session_token": token, "start_part_number": number, "count": 1}
 
     assert http("POST", "/api/2.0/fs/create-upload-part-urls", json=body).status == 400
-
-
-@pytest.fixture
-def start_process(served: Path, tmp_path: Path) -> Iterator[Callable[[], tuple[int, str]]]:
-    """Starts a server process and returns its pid and URL."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start() -> tuple[int, str]:
-        ready = tmp_path / f"ready-{len(processes)}"
-        command = [sys.executable, "-m", "trainmount_files.server", str(served), "--no-fsync"]
-        command += ["--volume", "main.default.data", "--ready-file", str(ready)]
-        environment = {**os.environ, "TRAINMOUNT_SERVE_TOKEN": TOKEN}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        processes.append(process)
-        deadline = time.monotonic() + 60
-        while not ready.exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return process.pid, ready.read_text()
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
 
 
 def test_an_upload_goes_on_after_the_server_was_killed(
