@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import socket
+import subprocess
+import sys
 import traceback
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.files.conftest import OPTIONS, ROOT, TOKEN, MakeVolume, Request, Scripted
+from tests.files.fault_cells import ROWS, Scene
 
 from trainmount_files import ByteRange, VolumeError
 from trainmount_files.files_api import FilesApiVolume
+from trainmount_files.files_api.api import Call
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.redaction import one_line
 from trainmount_files.retry import RetryPolicy
@@ -46,7 +53,8 @@ def everything_about(error: VolumeError) -> str:
     while current is not None:
         links += [str(current), repr(current), repr(current.args)]
         current = current.__cause__ or current.__context__
-    return "\n".join([*links, *traceback.format_exception(error)])
+    told = traceback.TracebackException.from_exception(error, capture_locals=False)
+    return "\n".join([*links, *told.format()])
 
 
 def hostile_store(fail: Scripted) -> Callable[[Request], Scripted]:
@@ -66,6 +74,15 @@ def hostile_store(fail: Scripted) -> Callable[[Request], Scripted]:
         return fail
 
     return script
+
+
+def echo(request: Request) -> bytes:
+    """What the request itself tells of secrets, in words that do not look like any: only who knows
+    them can leave them out.
+    """
+    asked = request.target + request.body.decode("latin-1") + str(request.headers)
+    known = [secret for secret in (TOKEN, SIGNATURE, SESSION) if secret in asked]
+    return json.dumps({"error_code": "X", "message": f"no {' nor '.join(known)} here"}).encode()
 
 
 MESSAGE = (
@@ -120,6 +137,113 @@ def test_a_failing_store_cannot_make_us_tell(
     assert '"POST /<redacted>' in logged
     for secret in (TOKEN, SIGNATURE, SESSION):
         assert secret not in logged
+
+
+def error_of_call(call: Callable[[Scene], object], scene: Scene) -> VolumeError | None:
+    try:
+        call(scene)
+    except VolumeError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [Scripted(hang_up=True), Scripted(status=400), Scripted(status=503), Scripted()],
+    ids=["reset", "refused", "throttled", "nonsense"],
+)
+def test_no_call_repeats_what_a_store_says_of_its_secrets(
+    scripted: MakeVolume, said: Callable[[], str], tmp_path: Path, fail: Scripted
+) -> None:
+    def script(request: Request) -> Scripted:
+        # A file is there, so that each way to read it is gone; each way to write fails.
+        if request.method == "HEAD" and "/fs/files/" in request.target:
+            return Scripted(headers={"Content-Length": "41000"}, body=b"")
+        return hostile_store(replace(fail, body=echo(request)))(request)
+
+    server, _ = scripted(script)
+    options = replace(IMPATIENT, multipart_threshold_bytes=20_000)
+    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), options)
+    local = tmp_path / "local"
+    local.write_bytes(bytes(50_000))
+    scene = Scene(volume, "dir/name", local, tmp_path)
+    failed = 0
+    for name, call in {row.name: row.call for row in ROWS}.items():
+        error = error_of_call(call, scene)
+        if error is not None:
+            failed += 1
+            text = everything_about(error)
+            assert "dir/name" in str(error), name
+            for secret in (TOKEN, SIGNATURE, SESSION):
+                assert secret not in text, name
+    assert failed > 5
+    volume.close()
+    logged = said()
+    for secret in (TOKEN, SIGNATURE, SESSION):
+        assert secret not in logged
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "-o", "json", f"{ROOT}/dir"],
+        ["cp", "-o", "json", f"{ROOT}/dir/name", "back"],
+        ["cp", "-o", "json", "local", f"{ROOT}/dir/name"],
+    ],
+    ids=["ls", "cp down", "cp up"],
+)
+def test_the_command_line_does_not_tell_either(
+    scripted: MakeVolume, tmp_path: Path, arguments: list[str]
+) -> None:
+    server, _ = scripted(hostile_store(Scripted(status=403, body=ECHO)))
+    (tmp_path / "local").write_bytes(bytes(100))
+    variables = {"DATABRICKS_HOST": server.url, "DATABRICKS_TOKEN": TOKEN}
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    done = subprocess.run(
+        [sys.executable, "-m", "trainmount_cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**kept, **variables},
+    )
+    assert done.returncode == 1
+    assert "HTTP 403" in done.stdout + done.stderr
+    for secret in (TOKEN, SIGNATURE, SESSION):
+        assert secret not in done.stdout + done.stderr
+
+
+def test_the_server_logs_neither_tokens_nor_signed_urls(
+    server: LocalServer, remote: FilesApiVolume, said: Callable[[], str]
+) -> None:
+    remote.put("file", b"0123456789")
+    api = remote.api
+    call = Call(
+        operation="read",
+        path="file",
+        method="POST",
+        target="/create-download-url",
+        query={"path": f"{ROOT}/file"},
+    )
+    signed = json.loads(api.call(call).unwrap().body)["url"]
+    secret = signed.rpartition("/")[2]
+    assert urllib.request.urlopen(signed).read() == b"0123456789"
+    spoilt = [signed[:-1], signed + "0", signed.replace("/presigned/", "/presigned/%ff")]
+    for url, headers in [
+        *((url, {}) for url in spoilt),
+        (signed, {"Authorization": f"Bearer {TOKEN}"}),
+        (f"{server.url}/api/2.0/fs/files{ROOT}/file", {"Authorization": f"Bearer {TOKEN}x"}),
+        (f"{server.url}/api/2.0/fs/files{ROOT}/no", {"Authorization": f"Bearer {TOKEN}"}),
+    ]:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, headers=headers))
+        refused.value.close()
+        assert 400 <= refused.value.code < 500
+    server.inject(Fault(route="presigned_get", cut_after_bytes=3, count=1))
+    remote.read_into("file", ByteRange(0, 10), bytearray(10))
+    logged = said()
+    assert TOKEN not in logged
+    assert secret not in logged
 
 
 def test_a_good_run_logs_no_secret_either(
