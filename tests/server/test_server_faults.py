@@ -12,9 +12,10 @@ import urllib3
 from databricks.sdk import WorkspaceClient
 from databricks.sdk.errors import NotFound
 
-from trainmount_files.server import LocalServer
+from trainmount_files.server import LocalServer, ServerSettings
 from trainmount_files.server.faults import Fault, FaultError, FaultPlan, Faults, parse_faults
 
+TOKEN = "dapi-token-of-the-tests"
 FILES = "/api/2.0/fs/files/Volumes/main/default/data"
 DIRECTORIES = "/api/2.0/fs/directories/Volumes/main/default/data"
 CATALOG = "/api/2.1/unity-catalog"
@@ -52,6 +53,28 @@ def test_an_expired_url_is_told_in_each_stores_words(
     assert answer.headers["Content-Type"].startswith("application/xml")
     assert words in answer.data
     assert http("GET", url).data == b"content"
+
+
+def test_a_url_lives_no_longer_than_the_server_lets_it(served: Path) -> None:
+    settings = ServerSettings(
+        directory=served,
+        token=TOKEN,
+        volumes=("main.default.data",),
+        max_url_lifetime_seconds=0.2,
+        fsync=False,
+    )
+    (served / "main/default/data").mkdir(parents=True)
+    (served / "main/default/data/file").write_bytes(b"content")
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    query = "path=/Volumes/main/default/data/file&expire_time=2099-01-01T00:00:00Z"
+    with LocalServer(settings) as server, urllib3.PoolManager(retries=False) as pool:
+        target = f"{server.url}/api/2.0/fs/create-download-url?{query}"
+        url = pool.request("POST", target, headers=headers).json()["url"]
+        deadline = time.monotonic() + 10
+        while (answer := pool.request("GET", url)).status == 200:
+            assert time.monotonic() < deadline
+        assert (answer.status, b"Request has expired" in answer.data) == (403, True)
+        assert pool.request("POST", target, headers=headers).status == 200
 
 
 def test_an_upload_is_cut_and_nothing_of_it_is_stored(
