@@ -54,8 +54,9 @@ class FileContentsFileSystem(ManyFilesFileSystem):
         """Make an empty file, or make a file empty; its time alone cannot be changed."""
         try:
             self.pipe_file(path, b"", mode="overwrite" if truncate else "create")
-        except FileExistsError as error:
-            raise NotImplementedError("the time of a file cannot be changed") from error
+        except FileExistsError:
+            # Says that it is not to be had.
+            super().touch(path, truncate=False)
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
         """Store `value`, a buffer of bytes; with the mode "create" only where nothing is."""
@@ -93,7 +94,8 @@ class FileContentsFileSystem(ManyFilesFileSystem):
     ) -> list[Any]:
         """The bytes `[start:end]` of each path, in order; those of one path are of one version."""
         if max_gap is not None:
-            raise NotImplementedError("ranges are not merged")
+            # Says that ranges are not merged.
+            super().cat_ranges(paths, starts, ends, max_gap=max_gap)
         num = len(paths)
         starts = starts if isinstance(starts, Sequence) else [starts] * num
         ends = ends if isinstance(ends, Sequence) else [ends] * num

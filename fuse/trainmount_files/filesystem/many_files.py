@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from errno import EISDIR
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -416,24 +417,20 @@ class ManyFilesFileSystem(AbstractFileSystem):  # type: ignore[misc, unused-igno
         **kwargs: Any,
     ) -> None:
         """Copy one file to this machine, as one of `share` at once."""
-        raise NotImplementedError
 
     def _store(
         self, lpath: str, rpath: str, callback: LockedCallback, stop: threading.Event, **kwargs: Any
     ) -> None:
         """Copy one file of this machine."""
-        raise NotImplementedError
 
     def _move(self, path1: str, path2: str) -> None:
         """Move one file."""
-        raise NotImplementedError
 
     def _remove_directory(self, path: str, *, may_remain: bool) -> None:
-        raise NotImplementedError
+        """Remove an empty directory; with `may_remain` one that is not is left in silence."""
 
     def _refuse_root(self, path: str) -> None:
         """Raises PermissionError where `path` is no file or directory inside a volume."""
-        raise NotImplementedError
 
 
 def _expand_local(path: Any, recursive: bool, maxdepth: int | None) -> list[str]:
@@ -449,7 +446,13 @@ def _expand_local(path: Any, recursive: bool, maxdepth: int | None) -> list[str]
         if recursive:
             if not os.path.lexists(name):
                 raise FileNotFoundError(f"nothing is at {name}")
-            found.update(local.find(name, maxdepth=maxdepth, withdirs=True))
+            below = local.find(name, maxdepth=maxdepth, withdirs=True)
+            for path in below:
+                if path != name and Path(path).is_symlink() and Path(path).is_dir():
+                    # What it leads to was not looked into; an empty directory would be a lie.
+                    reason = "is a link to a directory, which is not followed; copy that by itself"
+                    raise IsADirectoryError(EISDIR, reason, path)
+            found.update(below)
     return sorted(found)
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from errno import EPERM
 from hashlib import sha256
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, cast
 
 from fsspec.spec import make_instance
 
@@ -147,17 +147,12 @@ class VolumesFileSystem(FileContentsFileSystem):
         known = f"{info['name']}\0{info['type']}\0{info.get('version')}"
         return sha256(known.encode(errors="surrogateescape")).hexdigest()
 
-    def created(self, path: str) -> datetime:
-        raise NotImplementedError("volumes do not tell when a file was made")
-
     def modified(self, path: str) -> datetime:
         mtime = self.info(path).get("mtime")
         if mtime is None:
-            raise NotImplementedError(f"the store does not tell when {path} was modified")
+            # Says that the store does not tell.
+            return cast("datetime", super().modified(path))
         return datetime.fromtimestamp(mtime, UTC)
-
-    def sign(self, path: str, expiration: int = 100, **_: Any) -> str:
-        raise NotImplementedError("a signed URL is a secret, which this filesystem does not give")
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         full = strip(path)
