@@ -177,6 +177,23 @@ def test_a_faults_file_that_is_wrong_is_named(tmp_path: Path) -> None:
     assert str(refused.value) == text
 
 
+def test_a_faults_file_that_becomes_wrong_is_told_once_and_the_last_rules_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "faults.json"
+    path.write_text('[{"status": 503}]')
+    faults = Faults(path)
+    path.write_text('[{"status": 50000}]')
+
+    statuses = [faults.take("get_file", "/x").status for _ in range(3)]
+
+    assert statuses == [503, 503, 503]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "faults[0].status must be between 200 and 599; got 50000" in message
+    path.write_text("[]")
+    assert faults.take("get_file", "/x").status is None
+
+
 def test_pages_of_unity_catalog_go_on_until_there_is_no_token(
     client: WorkspaceClient, http: Http, served: Path
 ) -> None:

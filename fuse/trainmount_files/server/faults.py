@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import logging
 import random
 import threading
 from dataclasses import dataclass, fields
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 
 __all__ = ["NO_FAULT", "ROUTES", "Fault", "FaultError", "FaultPlan", "Faults", "parse_faults"]
+
+_log = logging.getLogger(__name__)
 
 ROUTES: Final = frozenset(
     {
@@ -151,6 +154,9 @@ class Faults:
         self._rules: list[tuple[Fault, list[int]]] = []
         self._random = random.Random()
         self._stamp: tuple[int, int] | None = None
+        # Only the event loop, which alone reads the file, touches these.
+        self._wrong_stamp: tuple[int, int] | None = None
+        self._complaint = ""
         if path is not None:
             self._reload()
 
@@ -162,8 +168,7 @@ class Faults:
 
     def take(self, route: str, path: str) -> Fault:
         """The fault of this request; NO_FAULT mostly."""
-        if self._path is not None:
-            self._reload()
+        self._follow_file()
         with self._lock:
             for rule, seen in self._rules:
                 if rule.route not in ("*", route) or not fnmatch.fnmatchcase(path, rule.path):
@@ -176,6 +181,19 @@ class Faults:
                     return rule
         return NO_FAULT
 
+    def _follow_file(self) -> None:
+        """A file that was made wrong while the server runs is told once; the last rules stay."""
+        if self._path is None:
+            return
+        try:
+            self._reload()
+        except FaultError as error:
+            if self._complaint != str(error):
+                self._complaint = str(error)
+                _log.warning("The faults file is wrong, the last rules stay: %s", error)
+        else:
+            self._complaint = ""
+
     def _reload(self) -> None:
         assert self._path is not None
         try:
@@ -185,6 +203,9 @@ class Faults:
         stamp = (status.st_mtime_ns, status.st_ino)
         if stamp == self._stamp:
             return
+        if self._complaint and stamp == self._wrong_stamp:
+            raise FaultError(self._complaint)
+        self._wrong_stamp = stamp
         try:
             plan = parse_faults(json.loads(self._path.read_text(encoding="utf-8")))
         except OSError as error:
