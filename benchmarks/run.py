@@ -32,6 +32,7 @@ TOPICS: Final = (
     "files_api",
     "many_files",
     "server_bodies",
+    "imports",
     "apply_to_pods",
 )
 
