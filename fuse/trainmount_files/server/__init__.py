@@ -3,9 +3,10 @@
 `trainmount serve`, `python -m trainmount_files.server` and `trainmount run --local` start it; any
 Databricks SDK, the databricks command line and this project's own client talk to it.
 
-Hops of a request: `service` (who may, which route, which fault) -> `file_routes`,
-`directory_routes`, `upload_routes`, `unity_catalog` -> `store`, `multipart` -> `resolution` (names
-to descriptors, never outside of the directory).
+Hops of a request: `service` (who may, by `grants`; which route; which fault) -> `file_routes`,
+`directory_routes`, `upload_routes`, `resumable_routes`, `unity_catalog` -> `store`, `multipart`,
+`resumable` (both in the folders of `uploads`) -> `resolution` (names to descriptors, never outside
+of the directory).
 """
 
 from __future__ import annotations
