@@ -28,6 +28,7 @@ __all__ = [
     "Checker",
     "download_client",
     "load_client",
+    "open_volume_at",
     "read_by_sdk",
     "read_by_sdk_to_file",
     "read_client",
@@ -95,7 +96,7 @@ def read_client(path: str, size_bytes: int) -> Timing:
     from trainmount_files import ByteRange
 
     root, _, name = path.rpartition("/")
-    volume = _open(root)
+    volume = open_volume_at(root)
     with measured() as timing:
         local = threading.local()
 
@@ -117,7 +118,7 @@ def download_client(path: str, size_bytes: int, folder: str) -> Timing:
     from trainmount_files import ByteRange
 
     root, _, name = path.rpartition("/")
-    volume = _open(root)
+    volume = open_volume_at(root)
     with tempfile.TemporaryDirectory(dir=folder) as directory, measured() as timing:
         descriptor = os.open(Path(directory) / "file", os.O_WRONLY | os.O_CREAT)
         local = threading.local()
@@ -198,7 +199,7 @@ def read_by_sdk_to_file(path: str, size_bytes: int, folder: str) -> Timing:
 def upload_client(source: str, path: str) -> Timing:
     """`Volume.upload` of a local file."""
     root, _, name = path.rpartition("/")
-    volume = _open(root)
+    volume = open_volume_at(root)
     with measured() as timing, Path(source).open("rb") as file:
         volume.upload(name, file, Path(source).stat().st_size)
         volume.close()
@@ -221,7 +222,7 @@ def load_client() -> None:
     import trainmount_files.files_api  # noqa: F401
 
 
-def _open(root: str) -> Volume:
+def open_volume_at(root: str) -> Volume:
     """A volume that has spoken to its store: a program does that once, and a mount's daemon has."""
     from trainmount_files import open_volume
 
@@ -231,7 +232,7 @@ def _open(root: str) -> Volume:
 
 
 def _sdk(path: str) -> WorkspaceClient:
-    """A client of the SDK that has spoken to its store, as `_open`."""
+    """A client of the SDK that has spoken to its store, as `open_volume_at`."""
     from databricks.sdk import WorkspaceClient
 
     client = WorkspaceClient()

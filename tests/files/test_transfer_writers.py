@@ -180,6 +180,35 @@ def test_a_part_that_failed_in_the_background_surfaces_at_the_next_write_and_at_
     assert_nothing_is_left(server)
 
 
+@pytest.mark.parametrize("route", ["initiate_upload", "presigned_put"])
+@pytest.mark.parametrize("status", [400, 403, 404, 501])
+def test_a_stream_to_a_store_that_takes_no_parts_goes_in_one_request(
+    remote: FilesApiVolume, server: LocalServer, route: str, status: int
+) -> None:
+    server.inject(Fault(route=route, status=status))
+    arrived: list[int] = []
+    with open_writer(remote, "file", part_bytes=PART, progress=arrived.append) as writer:
+        writer.write(DATA)
+    assert content(remote) == DATA
+    assert sum(arrived) == len(DATA)
+    assert count(server, "put_file") == 1
+    assert_nothing_is_left(server)
+
+
+def test_a_stream_that_one_request_cannot_hold_is_refused_where_there_are_no_parts(
+    server: LocalServer, served: Path
+) -> None:
+    options = replace(OPTIONS, max_put_bytes=100_000)
+    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), options)
+    server.inject(Fault(route="initiate_upload", status=403))
+    with pytest.raises(TooLarge, match=r"one request may store 100000 bytes.*HTTP 403"):
+        upload_stream(volume, "file", io.BytesIO(DATA * 100))
+    volume.close()
+    assert not (served / "file").exists()
+    assert count(server, "put_file") == 0
+    assert_nothing_is_left(server)
+
+
 def test_an_abort_may_be_repeated_and_ends_the_writer(
     remote: FilesApiVolume, server: LocalServer
 ) -> None:
@@ -261,7 +290,8 @@ def test_a_writer_that_is_open_at_the_end_of_the_program_is_reported_and_does_no
 ) -> None:
     remote.put("there", DATA)
     if silent:
-        server.inject(Fault(route="presigned_put", latency_ms=60_000))
+        # The first part goes alone, and `write` waits for it.
+        server.inject(Fault(route="presigned_put", latency_ms=60_000, skip=1))
     program = subprocess.run(
         [sys.executable, "-c", PROGRAM, server.url],
         cwd=Path(__file__).parents[2],

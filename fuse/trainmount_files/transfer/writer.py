@@ -22,16 +22,27 @@ from types import TracebackType
 from typing import Any, Final
 
 from trainmount_files.cancellation import LinkedEvent
-from trainmount_files.errors import Cancelled, TooLarge
+from trainmount_files.errors import (
+    Cancelled,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    TooLarge,
+    Unsupported,
+)
 from trainmount_files.transfer.budget import MemoryBudget, shared_budget
 from trainmount_files.transfer.local_files import local_errors
 from trainmount_files.transfer.parts import Part, PartSizes
+from trainmount_files.transfer.spool import Spool
 from trainmount_files.transfer.workers import Workers
 from trainmount_files.volume import FileStat, Progress, Upload, Volume
 
 __all__ = ["VolumeWriter", "open_writer"]
 
 _LOG: Final = logging.getLogger(__name__)
+
+_REFUSALS: Final = (InvalidRequest, NotFound, PermissionDenied, Unsupported)
+"""What a store that takes no parts says to the first; one request then tells the truth."""
 
 _END_SECONDS: Final = 30.0
 """Threads of a stream that was given up end at once; this only bounds the wait for them."""
@@ -107,6 +118,8 @@ class VolumeWriter(io.RawIOBase):
         # Stored, and kept for the next part: fresh memory costs as much as the copy into it.
         self._spare: Part | None = None
         self._sent_parts = 0
+        # Where the store takes no parts.
+        self._spool: Spool | None = None
         self._position = 0
         self._upload: Upload | None = None
         self._failure: BaseException | None = None
@@ -222,6 +235,18 @@ class VolumeWriter(io.RawIOBase):
 
     def _finish(self) -> None:
         part = self._part
+        if self._spool is not None:
+            if part is not None:
+                self._send_part()
+            self._stored = self._volume.upload(
+                self._path,
+                self._spool.file,
+                self._spool.size_bytes,
+                overwrite=self._overwrite,
+                progress=self._progress,
+                cancel=self._stop,
+            )
+            return
         if self._upload is None:
             data = part.content() if part is not None else memoryview(b"")
             limit = self._volume.capabilities.max_put_bytes
@@ -231,9 +256,12 @@ class VolumeWriter(io.RawIOBase):
                     self._progress(len(data))
                 return
         self._send_part()
+        if self._upload is None:
+            # The store has just refused a first part that is larger than one request may be.
+            self._finish()
+            return
         while self._sending:
             self._reap()
-        assert self._upload is not None
         self._stored = self._upload.complete()
 
     def _new_part(self) -> Part:
@@ -278,20 +306,49 @@ class VolumeWriter(io.RawIOBase):
         part = self._part
         assert part is not None
         self._part = None
+        if self._spool is not None:
+            self._keep(part)
+            return
+        if self._upload is None:
+            self._begin(part)
+            return
         self._sent_parts += 1
         number = self._sent_parts
-        if self._upload is None:
-            try:
-                self._upload = self._volume.start_upload(
-                    self._path, overwrite=self._overwrite, cancel=self._stop
-                )
-            except BaseException:
-                part.free()
-                raise
         # Not a method of ours: a writer that is forgotten while it sends must be seen to be.
         upload, report = self._upload, self._progress
         sending = self._workers.submit(lambda: _send(upload, number, part, report))
         self._sending.append((sending, part))
+
+    def _begin(self, part: Part) -> None:
+        """Store the first part, alone: whether the store takes parts shows here.
+
+        Where it takes none (storage behind a firewall) the stream is gathered in a nameless file
+        and goes in one request.
+        """
+        try:
+            self._upload = self._volume.start_upload(
+                self._path, overwrite=self._overwrite, cancel=self._stop
+            )
+            _send(self._upload, 1, part, self._progress)
+        except _REFUSALS as refusal:
+            if self._upload is not None:
+                self._upload.abort()
+                self._upload = None
+            self._spool = Spool(self._path, self._volume.capabilities.max_put_bytes, refusal)
+            self._keep(part)
+            return
+        except BaseException:
+            part.free()
+            raise
+        self._sent_parts = 1
+        self._spare = part
+
+    def _keep(self, part: Part) -> None:
+        assert self._spool is not None
+        try:
+            self._spool.append(part.content())
+        finally:
+            part.free()
 
     def _reap(self) -> None:
         """Wait until one part more is stored; raise what it failed with."""
@@ -323,6 +380,8 @@ class VolumeWriter(io.RawIOBase):
                 part.free()
         self._sending.clear()
         self._part = self._spare = None
+        if self._spool is not None:
+            self._spool.close()
         _OPEN.discard(self)
         super().close()
 
