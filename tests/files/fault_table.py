@@ -115,7 +115,7 @@ def _after(data: bytes, then: str) -> Break:
 
 
 def _silent(_: Seen, forward: Forward) -> Deed:
-    return Deed(forward().encode(), silence_seconds=3.0)
+    return Deed(forward().encode(), silence_seconds=5.0)
 
 
 def _stalled(_: Seen, forward: Forward) -> Deed:

@@ -31,7 +31,7 @@ from trainmount_files.server.embedded import LocalServer
 
 SEED = 20261130
 
-NUM_RANDOM = 60
+NUM_RANDOM = 20
 
 
 @pytest.fixture
