@@ -68,6 +68,12 @@ class Silent:
             connection.close()
 
 
+@pytest.fixture(autouse=True)
+def hasty_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not wait for the requests that a fault holds up."""
+    monkeypatch.setattr("trainmount_files.server.embedded._STOP_SECONDS", 0.05)
+
+
 @pytest.fixture
 def silent() -> Iterator[Silent]:
     server = Silent()

@@ -44,6 +44,12 @@ DATA = random.Random(9).randbytes(300_000)
 PART = 32 << 10
 
 
+@pytest.fixture
+def hasty_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not wait for the requests that a fault holds up."""
+    monkeypatch.setattr("trainmount_files.server.embedded._STOP_SECONDS", 0.05)
+
+
 def content(volume: Volume, path: str = "file") -> bytes:
     return b"".join(iterate(volume, path))
 
@@ -284,6 +290,7 @@ kept[1].read(50_000)
 """
 
 
+@pytest.mark.usefixtures("hasty_stop")
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_writer_that_is_open_at_the_end_of_the_program_is_reported_and_does_not_hang(
     remote: FilesApiVolume, server: LocalServer, served: Path, silent: bool
@@ -447,7 +454,7 @@ def test_a_source_that_cannot_be_read_is_named(volume: Volume, tmp_path: Path) -
 def test_a_source_that_grows_or_goes_is_stored_as_it_was_opened(
     volume: Volume, tmp_path: Path
 ) -> None:
-    big = DATA * 20
+    big = DATA * 2
     (tmp_path / "local").write_bytes(big)
 
     def meddle(_: int) -> None:

@@ -42,6 +42,10 @@ tells the truth.
 """
 
 
+_AT_ONCE_BYTES: Final = 64 << 10
+"""Files up to this size are read before they are sent."""
+
+
 def part_size_for(path: str, size_bytes: int, options: FilesApiOptions) -> int:
     """Bytes of each part but the last, so that the parts suffice.
 
@@ -117,7 +121,12 @@ class Uploads:
             done = self._in_parts(path, slice_of, size_bytes, overwrite, progress, cancel)
             if done is not None:
                 return done
-        whole = slice_of(0, size_bytes, cancel)
+        whole: BodySource = slice_of(0, size_bytes, cancel)
+        if size_bytes <= _AT_ONCE_BYTES:
+            # Read once and sent with the headers: one packet, one turn of the other side.
+            data = _read_whole(descriptor, path, size_bytes)
+
+            whole = functools.partial(bytes, data)
         self._put("upload", path, size_bytes, whole, overwrite=overwrite, cancel=cancel)
         if progress is not None:
             progress(size_bytes)
@@ -282,6 +291,13 @@ def _failure_of(future: Future[None]) -> BaseException | None:
 def _unreadable(path: str, error: OSError) -> VolumeError:
     reason = f"the source cannot be read: {(error.strerror or 'failed').lower()}"
     return LocalError("upload", path, reason, error.errno)
+
+
+def _read_whole(descriptor: int, path: str, size_bytes: int) -> bytes:
+    data = os.pread(descriptor, size_bytes, 0)
+    if len(data) < size_bytes:
+        raise _short(path, size_bytes)
+    return data
 
 
 def _short(path: str, size_bytes: int) -> VolumeError:

@@ -370,11 +370,19 @@ class VolumeWriter(io.RawIOBase):
         self._failure = error
         self._stop.set()
         self._workers.close(_END_SECONDS)
+        # Now, since a program may keep the error, and the error the writer.
+        self._free()
         if self._upload is not None:
             self._upload.abort()
 
     def _end(self) -> None:
         self._workers.close(_END_SECONDS)
+        self._free()
+        _OPEN.discard(self)
+        super().close()
+
+    def _free(self) -> None:
+        """Give back what the file stands in."""
         for part in (*(part for _, part in self._sending), self._part, self._spare):
             if part is not None:
                 part.free()
@@ -382,8 +390,6 @@ class VolumeWriter(io.RawIOBase):
         self._part = self._spare = None
         if self._spool is not None:
             self._spool.close()
-        _OPEN.discard(self)
-        super().close()
 
 
 def _send(upload: Upload, number: int, part: Part, report: Progress | None) -> None:
