@@ -68,7 +68,10 @@ def binary() -> Path:
         if not built.exists():
             if shutil.which("go") is None:
                 raise RuntimeError("the S3 server is built from source: install Go, go.dev/dl")
-            with tempfile.TemporaryDirectory(dir=folder) as partial:
+            for left in folder.glob("partial-*"):
+                # Of a build that was killed.
+                shutil.rmtree(left)
+            with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as partial:
                 environment = os.environ | {"CGO_ENABLED": "0", "GOBIN": partial}
                 done = subprocess.run(
                     ["go", "install", PACKAGE], env=environment, capture_output=True, text=True
