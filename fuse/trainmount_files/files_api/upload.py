@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import BinaryIO, Final
 
 from trainmount_files.cancellation import LinkedEvent
@@ -124,9 +125,7 @@ class Uploads:
         whole: BodySource = slice_of(0, size_bytes, cancel)
         if size_bytes <= _AT_ONCE_BYTES:
             # Read once and sent with the headers: one packet, one turn of the other side.
-            data = _read_whole(descriptor, path, size_bytes)
-
-            whole = functools.partial(bytes, data)
+            whole = partial(bytes, _read_whole(descriptor, path, size_bytes))
         self._put("upload", path, size_bytes, whole, overwrite=overwrite, cancel=cancel)
         if progress is not None:
             progress(size_bytes)
@@ -294,7 +293,10 @@ def _unreadable(path: str, error: OSError) -> VolumeError:
 
 
 def _read_whole(descriptor: int, path: str, size_bytes: int) -> bytes:
-    data = os.pread(descriptor, size_bytes, 0)
+    try:
+        data = os.pread(descriptor, size_bytes, 0)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     if len(data) < size_bytes:
         raise _short(path, size_bytes)
     return data
