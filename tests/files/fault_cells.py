@@ -274,7 +274,8 @@ def _rows() -> list[Row]:
         rows.append(Row(name, call, "presigned_get", lambda _: OLD, walks=True))
     for name, call in {"open_writer": _write, "upload_stream": _stream}.items():
         for route in ("initiate_upload", "presigned_put", "complete_upload"):
-            rows.append(Row(name, call, route, writes=True))
+            may_refuse = route != "complete_upload"
+            rows.append(Row(name, call, route, writes=True, may_refuse=may_refuse))
     rows.append(
         Row(
             "upload_file", lambda s: upload_file(s.volume, s.local, s.path), "put_file", writes=True
