@@ -47,10 +47,19 @@ class S3Server:
             "secret_access_key": self.secret_key,
         }
 
-    def open_uploads(self) -> list[str]:
-        """Multipart uploads that are neither complete nor aborted."""
-        staged = self.directory / BUCKET / ".sgwtmp" / "multipart"
-        return [str(path) for path in staged.glob("*/*")] if staged.exists() else []
+    def begun_uploads(self) -> int:
+        """Multipart uploads that were ever begun here."""
+        return self._logged("POST", "| uploads=")
+
+    def aborted_uploads(self) -> int:
+        """Those that were aborted. A part that was on its way at that moment may bring the upload's
+        directory back, as S3 says of itself; so the requests are counted and not directories.
+        """
+        return self._logged("DELETE", "| uploadId=")
+
+    def _logged(self, method: str, in_target: str) -> int:
+        log = (self.directory.parent / "log").read_text()
+        return sum(f"{method} " in line and in_target in line for line in log.splitlines())
 
 
 def binary() -> Path:
@@ -92,7 +101,7 @@ def running_s3_server() -> Iterator[S3Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     access_key, secret_key = secrets.token_hex(10), secrets.token_hex(20)
-    command = [str(executable), "--port", f"127.0.0.1:{port}", "--quiet", "--keep-alive"]
+    command = [str(executable), "--port", f"127.0.0.1:{port}", "--keep-alive"]
     command += ["posix", str(directory / "root")]
     environment = os.environ | {"ROOT_ACCESS_KEY": access_key, "ROOT_SECRET_KEY": secret_key}
     log_path = directory / "log"

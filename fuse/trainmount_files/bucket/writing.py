@@ -32,7 +32,7 @@ MAX_COPY_BYTES: Final = 5 << 30
 
 _ABORT_SECONDS: Final = 10.0
 
-_CANCELLED_ABORT_SECONDS: Final = 1.0
+_CANCELLED_ABORT_SECONDS: Final = 1.5
 """Whoever cancels is waiting."""
 
 
@@ -155,7 +155,8 @@ class ObjectWriter:
 
     Holds the parts under way, `options.parallelism_of(part_bytes)`, and one more. What was handed
     over must not be changed. Where `finish` is cancelled or interrupted, obstore offers no way to
-    free the parts at the store: its rule for unfinished uploads does.
+    free the parts at the store, and a part that is on its way while an upload is aborted may be
+    stored all the same: the store's rule for unfinished uploads frees them.
     """
 
     def __init__(
