@@ -23,6 +23,10 @@ later
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 __all__ = [
     "AlreadyExists",
     "Cancelled",
@@ -40,6 +44,7 @@ __all__ = [
     "Unavailable",
     "Unsupported",
     "VolumeError",
+    "local_errors",
 ]
 
 
@@ -121,3 +126,14 @@ class LocalError(VolumeError):
 
 class Unavailable(VolumeError):
     """Throttled, a server error or the network, until the deadline had passed."""
+
+
+@contextmanager
+def local_errors(operation: str, path: str, file: Path | None = None) -> Iterator[None]:
+    """Turn an OSError inside into LocalError; `path` is the volume's, `file` this machine's."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or "failed").lower()
+        where = f"{file}: " if file is not None else ""
+        raise LocalError(operation, path, f"{where}{reason}", error.errno) from error

@@ -44,10 +44,10 @@ from trainmount_files.errors import (
     TooLarge,
     Unavailable,
     VolumeError,
+    local_errors,
 )
 from trainmount_files.per_process import PerProcess
 from trainmount_files.retry import Cancellation
-from trainmount_files.transfer.local_files import local_errors
 from trainmount_files.transfer.workers import Workers
 from trainmount_files.volume import MIB, Buffer, FileStat, Volume, list_directory
 

@@ -9,8 +9,14 @@ from typing import Final
 
 from trainmount_files.chunks.generation import Chunks, Generation, errors_of
 from trainmount_files.chunks.manifest import Manifest, part_path
-from trainmount_files.errors import InexactRange, NotFound, PreconditionFailed, VolumeError
-from trainmount_files.transfer.local_files import local_errors, write_at
+from trainmount_files.errors import (
+    InexactRange,
+    NotFound,
+    PreconditionFailed,
+    VolumeError,
+    local_errors,
+)
+from trainmount_files.transfer.local_files import write_at
 from trainmount_files.volume import MIB, ByteRange, Progress, Volume
 
 __all__ = ["Parts", "by_pieces", "changed"]

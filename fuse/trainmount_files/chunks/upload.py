@@ -17,9 +17,9 @@ from typing import BinaryIO, Final
 
 from trainmount_files.chunks.generation import Chunks, Generation
 from trainmount_files.chunks.manifest import MAX_PARTS
-from trainmount_files.errors import Cancelled, TooLarge, Unsupported
+from trainmount_files.errors import Cancelled, TooLarge, Unsupported, local_errors
 from trainmount_files.retry import Cancellation
-from trainmount_files.transfer.local_files import local_errors, write_at
+from trainmount_files.transfer.local_files import write_at
 from trainmount_files.volume import MIB, Buffer, FileStat
 
 __all__ = ["ChunkedUpload"]

@@ -122,6 +122,14 @@ class FilesApi:
         both = closed if cancel is None else Either(closed, cancel)
         return Attempts(policy, cancel=both, clock=self._clock)
 
+    def has_other_credentials(self, refused: Mapping[str, str]) -> bool:
+        """Whether the headers that authenticate are others by now than those that were refused.
+
+        Raises:
+            Unauthenticated: none can be had any more.
+        """
+        return self.credentials.headers() != refused
+
     def url(
         self, target: str, query: Mapping[str, str | int] | None = None, *, base: str = _BASE
     ) -> str:
@@ -156,7 +164,7 @@ class FilesApi:
                 if reply is not None and reply.status == 401 and not renewed:
                     # A token may have ended between two requests; its source then has a new one.
                     renewed = True
-                    if self.credentials.headers() != authentication:
+                    if self.has_other_credentials(authentication):
                         continue
                 return Outcome(reply, error, uncertain)
             uncertain = uncertain or sent

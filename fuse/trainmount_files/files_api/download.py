@@ -1,20 +1,23 @@
 """Exactly one range of one file, whatever happens on the way. Called by `volume.py`.
 
 There are two ways to the bytes: a signed URL of the object store, and the Files API itself. A try
-on one of them has one of five ends (`_Next`); only this module decides what follows.
+on one of them has one of a few ends (`_Next`); only this module decides what follows.
 
-    read -> _way -> _try -> bytes in place                  done
-                         -> part of them                    the rest, with one Range header at the
-                         first missing byte -> RETRY (throttled, broken)       the same way again,
-                         when the policy says -> RENEW (URL expired)             a new URL, asked
-                         for by one thread -> OTHER_WAY (URL refused)         the Files API itself
-                         -> RAISE
+    read -> _try -> bytes in place      done
+                 -> part of them        the rest, with one Range header at the first missing byte
+                 -> RETRY               the same way again, when the policy says (throttled, broken)
+                 -> AGAIN               at once with new credentials, where the old ones had ended
+                 -> RENEW               a new URL, asked for by one thread (the URL expired)
+                 -> INEXACT             at once, a few times (the answer was another range)
+                 -> OTHER_WAY           the Files API itself (the URL was refused)
+                 -> RAISE
 
 What arrived is kept only while both answers are told to be of one version of the file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
@@ -63,6 +66,7 @@ _NOTHING_KNOWN: Final = Version()
 class _Next(Enum):
     DONE = auto()
     RETRY = auto()
+    AGAIN = auto()
     RENEW = auto()
     OTHER_WAY = auto()
     INEXACT = auto()
@@ -97,6 +101,8 @@ class _Progress:
     failures: int = 0
     inexact: int = 0
     expired: SignedUrl | None = None
+    reauthenticated: bool = False
+    """The credentials were refused once, and others were there."""
 
 
 class Target(Protocol):
@@ -221,6 +227,7 @@ class Downloads:
         progress.pinned = pinned
         progress.done += result.received
         progress.renewals = progress.failures = progress.inexact = 0
+        progress.reauthenticated = False
         return True
 
     def _decide(self, path: str, error: VolumeError, following: _Next, progress: _Progress) -> bool:
@@ -228,6 +235,8 @@ class Downloads:
         progress.failures += following is _Next.RETRY
         if following is _Next.RETRY and (progress.direct or progress.failures < _SIGNED_TRIES):
             return True
+        if following is _Next.AGAIN:
+            return False
         if following is _Next.RENEW and progress.renewals < _RENEWALS:
             progress.renewals += 1
             return False
@@ -264,11 +273,10 @@ class Downloads:
             "Range": wanted.to_header(),
             **progress.pinned.to_header(),
         }
-        secret = ""
+        authentication: Mapping[str, str] = {}
         if progress.direct:
             url = self._api.url(f"/files{encode_path('read', f'{self._root}/{path}')}")
             authentication = self._api.credentials.headers()
-            secret = authentication.get("Authorization", "").rpartition(" ")[2]
             headers.update(authentication)
         else:
             try:
@@ -280,7 +288,7 @@ class Downloads:
         try:
             with self._transport.open("GET", url, headers=headers, cancel=cancel) as answer:
                 if answer.status >= 300:
-                    return self._refusal(path, answer, progress, secret)
+                    return self._refusal(path, answer, progress, authentication)
                 return self._receive(path, answer, wanted, target, progress, cancel)
         except TransportError as error:
             failure = failure_of("read", path, error)
@@ -328,12 +336,25 @@ class Downloads:
             return _Result(_Next.INEXACT, failure_of_length)
         return _Result(_Next.DONE, None, received, seen)
 
-    def _refusal(self, path: str, answer: Answer, progress: _Progress, secret: str) -> _Result:
+    def _refusal(
+        self,
+        path: str,
+        answer: Answer,
+        progress: _Progress,
+        authentication: Mapping[str, str],
+    ) -> _Result:
+        """What an answer that is no success leads to. `authentication` is empty for signed URLs."""
         status = answer.status
         body = answer.read_error()
+        secret = authentication.get("Authorization", "").rpartition(" ")[2]
         if not progress.direct and is_expired_url(status, body):
             return _Result(_Next.RENEW, Unavailable("read", path, "the signed URL has expired"))
         error = error_of("read", path, status, body, secret)
+        if status == 401 and progress.direct and not progress.reauthenticated:
+            # A token may have ended between two requests; its source then has a new one.
+            progress.reauthenticated = True
+            if self._api.has_other_credentials(authentication):
+                return _Result(_Next.AGAIN, error)
         if status == 412:
             return _Result(_Next.RAISE, _changed(path))
         if status == 416:

@@ -1,7 +1,8 @@
 """Signed download URLs, kept until they end. Called by `download.py`.
 
 One thread asks for a path's URL while the others that need it wait: eight readers of one file cost
-one request, when the file is opened and each time the URL expires.
+one request, when the file is opened and each time the URL expires. A refusal is shared as well, so
+that nobody waits for the same answer after another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from datetime import UTC, datetime, timedelta
 from time import monotonic, time
 from typing import Any, Final
 
-from trainmount_files.errors import Unavailable, VolumeError
+from trainmount_files.cancellation import Either, TimeLimit
+from trainmount_files.errors import Cancelled, NotFound, Unavailable, VolumeError
 from trainmount_files.files_api.answers import json_object
 from trainmount_files.files_api.api import Call, FilesApi
 from trainmount_files.retry import Cancellation
@@ -31,12 +33,27 @@ middle.
 
 _OWN_HEADERS: Final = frozenset(
     {"accept", "accept-encoding", "content-length", "content-type", "host", "range"}
-    | {"authorization", "if-unmodified-since"}
+    | {"authorization", "cookie", "if-match", "if-none-match", "if-range"}
+    | {"if-modified-since", "if-unmodified-since"}
+    | {"connection", "expect", "keep-alive", "proxy-authorization", "proxy-connection", "te"}
+    | {"trailer", "transfer-encoding", "upgrade"}
 )
-"""What we set ourselves or must not send; a URL's headers may not change it."""
+"""What we set ourselves, what frames a request, and what makes it another one; a URL's headers may
+not change it.
+"""
 
 _PATIENCE_SECONDS: Final = 5.0
 """There is another way to the bytes, so asking for a URL does not wait long."""
+
+_SILENCE_SECONDS: Final = 15.0
+"""How long a store may be silent when it is asked for one."""
+
+_REFUSED_SECONDS: Final = 5.0
+"""How long a refusal is believed. Who waited for the same URL takes it, and so do those who come
+while the first of them finds out whether the bytes can be had without.
+"""
+
+_POLL_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,10 @@ class _Slot:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     signed: SignedUrl | None = None
+    refusal: VolumeError | None = None
     good_until: float = 0.0
+    """Of the URL, or of the refusal."""
+    refused_at: float = 0.0
 
 
 class SignedUrls:
@@ -108,6 +128,7 @@ class SignedUrls:
         """A URL that is good now.
 
         Raises:
+            Cancelled: `cancel` is set, though another thread may still be asking.
             VolumeError: the store gives none; the bytes may still be had without.
         """
         return self._get(path, None, cancel)
@@ -130,9 +151,11 @@ class SignedUrls:
         return slot is not None and slot.signed is not None and monotonic() < slot.good_until
 
     def drop(self, path: str) -> None:
-        """Forget the URL of a path whose file is gone or another one now."""
+        """Forget the URL of a path whose file is gone or another one now; a refusal is kept."""
         with self._lock:
-            self._slots.pop(path, None)
+            slot = self._slots.get(path)
+        if slot is not None:
+            slot.signed = None
 
     def _get(self, path: str, refused: SignedUrl | None, cancel: Cancellation | None) -> SignedUrl:
         with self._lock:
@@ -140,16 +163,41 @@ class SignedUrls:
             self._slots.move_to_end(path)
             while len(self._slots) > _KEPT:
                 self._slots.popitem(last=False)
-        with slot.lock:
-            signed = slot.signed
-            if signed is not None and signed is not refused and monotonic() < slot.good_until:
+        came = monotonic()
+        attempts = self._api.attempts(cancel)
+        while not slot.lock.acquire(timeout=_POLL_SECONDS):
+            attempts.check_cancelled("read", path)
+        try:
+            signed, refusal = slot.signed, slot.refusal
+            is_good = monotonic() < slot.good_until
+            if signed is not None and signed is not refused and is_good:
                 return signed
-            slot.signed = None
-            began = monotonic()
-            slot.signed = self._ask(path, cancel)
-            margin = min(_MARGIN_SECONDS, self._lifetime_seconds / 10)
-            slot.good_until = began + self._lifetime_seconds - margin
-            return slot.signed
+            if refusal is not None and (is_good or came < slot.refused_at):
+                raise type(refusal)("read", path, refusal.reason)
+            return self._renew(slot, path, cancel)
+        finally:
+            slot.lock.release()
+
+    def _renew(self, slot: _Slot, path: str, cancel: Cancellation | None) -> SignedUrl:
+        """Ask, and keep what is answered. The slot is locked."""
+        slot.signed = slot.refusal = None
+        began = monotonic()
+        try:
+            slot.signed = signed = self._ask(path, cancel)
+        except Cancelled:
+            # This caller's; the next one asks.
+            raise
+        except VolumeError as refusal:
+            # Not the error itself, whose traceback holds this caller's buffers.
+            slot.refusal = type(refusal)("read", path, refusal.reason)
+            slot.refused_at = monotonic()
+            # A file that is not there may come at any time, and its URL with it.
+            believed = 0.0 if isinstance(refusal, NotFound) else _REFUSED_SECONDS
+            slot.good_until = slot.refused_at + believed
+            raise
+        margin = min(_MARGIN_SECONDS, self._lifetime_seconds / 10)
+        slot.good_until = began + self._lifetime_seconds - margin
+        return signed
 
     def _ask(self, path: str, cancel: Cancellation | None) -> SignedUrl:
         call = Call(
@@ -163,7 +211,14 @@ class SignedUrls:
                 "expire_time": expire_time(self._lifetime_seconds),
             },
         )
-        reply = self._api.call(call, cancel=cancel, within_seconds=_PATIENCE_SECONDS).unwrap()
+        silence = TimeLimit(_SILENCE_SECONDS)
+        limit = silence if cancel is None else Either(cancel, silence)
+        try:
+            outcome = self._api.call(call, cancel=limit, within_seconds=_PATIENCE_SECONDS)
+        except Cancelled:
+            self._api.attempts(cancel).check_cancelled("read", path)
+            raise Unavailable("read", path, "the store gave no signed URL in time") from None
+        reply = outcome.unwrap()
         signed = parse_signed_url(json_object(reply.body))
         if signed is None:
             failure: VolumeError = Unavailable("read", path, "the store gave no usable signed URL")

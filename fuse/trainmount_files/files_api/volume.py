@@ -27,6 +27,7 @@ from trainmount_files.errors import (
     PreconditionFailed,
     Unavailable,
     VolumeError,
+    local_errors,
 )
 from trainmount_files.files_api.answers import (
     content_length,
@@ -250,7 +251,7 @@ class FilesApiVolume:
         if source == destination:
             return before
         # Unlinked at once: nothing stays behind whatever happens.
-        with tempfile.TemporaryFile() as copy:
+        with local_errors("rename", source), tempfile.TemporaryFile() as copy:
             buffer = memoryview(bytearray(min(_COPY_BYTES, before.size_bytes)))
             for start in range(0, before.size_bytes, _COPY_BYTES):
                 piece = ByteRange(start, min(start + _COPY_BYTES, before.size_bytes))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from trainmount_files.cancellation import LinkedEvent
-from trainmount_files.errors import Cancelled, IsADirectory, PreconditionFailed
-from trainmount_files.transfer.local_files import NewFile, local_errors, write_at
+from trainmount_files.errors import Cancelled, IsADirectory, PreconditionFailed, local_errors
+from trainmount_files.transfer.local_files import NewFile, write_at
 from trainmount_files.transfer.workers import Workers
 from trainmount_files.volume import MIB, ByteRange, FileStat, Progress, ReadsToFile, Volume
 

@@ -1,5 +1,5 @@
-"""Files of this machine as the ends of a transfer: a new file that appears whole, errors with a
-path. Used by `download.py` and `upload.py`.
+"""Files of this machine as the ends of a transfer: a new file that appears whole. Used by
+`download.py`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
 from trainmount_files.directory.io import link_or_rename_exclusively
-from trainmount_files.errors import AlreadyExists, LocalError
+from trainmount_files.errors import AlreadyExists, local_errors
 
-__all__ = ["NewFile", "local_errors", "write_at"]
+__all__ = ["NewFile", "write_at"]
 
 _NO_NAMELESS_FILES: Final = frozenset(
     {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
@@ -25,17 +24,6 @@ _NO_NAMELESS_FILES: Final = frozenset(
 """What file systems and kernels without O_TMPFILE answer."""
 
 _NO_EXCLUSIVE_RENAME: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
-
-
-@contextmanager
-def local_errors(operation: str, path: str, file: Path | None = None) -> Iterator[None]:
-    """Turn an OSError inside into LocalError; `path` is the volume's, `file` this machine's."""
-    try:
-        yield
-    except OSError as error:
-        reason = (error.strerror or "failed").lower()
-        where = f"{file}: " if file is not None else ""
-        raise LocalError(operation, path, f"{where}{reason}", error.errno) from error
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:

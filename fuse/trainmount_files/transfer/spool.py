@@ -8,8 +8,7 @@ from __future__ import annotations
 import tempfile
 from typing import BinaryIO, cast
 
-from trainmount_files.errors import TooLarge, VolumeError
-from trainmount_files.transfer.local_files import local_errors
+from trainmount_files.errors import TooLarge, VolumeError, local_errors
 
 __all__ = ["Spool"]
 

@@ -12,8 +12,7 @@ import threading
 from pathlib import Path
 from typing import Final, Protocol
 
-from trainmount_files.errors import Cancelled, InvalidRequest
-from trainmount_files.transfer.local_files import local_errors
+from trainmount_files.errors import Cancelled, InvalidRequest, local_errors
 from trainmount_files.transfer.writer import open_writer
 from trainmount_files.volume import MIB, FileStat, Progress, Volume
 

@@ -29,9 +29,9 @@ from trainmount_files.errors import (
     PermissionDenied,
     TooLarge,
     Unsupported,
+    local_errors,
 )
 from trainmount_files.transfer.budget import MemoryBudget, shared_budget
-from trainmount_files.transfer.local_files import local_errors
 from trainmount_files.transfer.parts import Part, PartSizes
 from trainmount_files.transfer.spool import Spool
 from trainmount_files.transfer.workers import Workers
