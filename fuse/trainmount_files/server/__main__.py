@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -72,10 +74,19 @@ def _settings(options: argparse.Namespace, token: str) -> ServerSettings:
     )
 
 
+def _allow_descriptors() -> None:
+    """A download holds four descriptors, so that the usual 1,024 are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run_server(settings: ServerSettings, ready_file: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Prints where, and writes the URL to
     `ready_file`.
     """
+    _allow_descriptors()
     try:
         asyncio.run(_serve(settings, ready_file))
     except (StartError, FaultError, GrantError) as error:

@@ -57,10 +57,8 @@ async def store_body(
     announced = call.request.content_length
     if announced is not None and announced <= _SMALL_BYTES:
         pieces = [piece async for piece in _pieces(call, limit)]
-        if not api.settings.fsync:
-            # Nothing waits for the disk then, and a thread would fight for the interpreter's lock
-            # at each of twenty short system calls.
-            return _store_small(api.staging, pieces, finish)
+        # Without fsync too: a lock that another server holds, a journal that is being written or a
+        # disk at its limits must not stop the event loop.
         return await api.run(_store_small, api.staging, pieces, finish)
     if admit is not None:
         await api.run(admit)
@@ -93,7 +91,8 @@ async def receive(api: Api, call: Call, temporary: Temporary) -> None:
         async for piece in _pieces(call, limit):
             pieces.append(piece)
             pending += len(piece)
-            if pending >= _WRITE_BYTES:
+            # A client may send its body byte by byte: each piece costs more than it holds.
+            if pending >= _WRITE_BYTES or len(pieces) >= _MAX_VECTORS:
                 if writing is not None:
                     await writing
                 writing = asyncio.create_task(api.run(_write_all, temporary.fd, pieces))
@@ -139,7 +138,7 @@ async def send_file(api: Api, call: Call, fd: int, info: FileInfo, path: str) ->
         call.conditions.require_read(info, path)
         headers = file_headers(call, info)
         wanted = None
-        if not call.fault.ignore_range:
+        if not call.fault.ignore_range and call.conditions.allow_range(info):
             wanted = parse_range(request.headers.get("Range"), info.size_bytes)
         span = wanted or ByteRange(0, info.size_bytes)
         if wanted is not None:
@@ -161,7 +160,7 @@ async def _stream(
     response.content_length = len(span)
     await response.prepare(call.request)
     if call.fault.touches_bodies or call.is_encrypted:
-        await send_by_writes(call, response, fd, span)
+        await send_by_writes(call, response, lambda part: api.run_cached(_read, fd, part), span)
         return response
     try:
         sent = await send_span(api.senders, call.request, fd, span)
@@ -198,13 +197,14 @@ async def _chunks(call: Call) -> AsyncIterator[bytes]:
 
 
 def _write_all(fd: int, pieces: list[bytes]) -> None:
-    left = [memoryview(piece) for piece in pieces]
-    while left:
-        count = os.writev(fd, left[:_MAX_VECTORS])
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
+    for start in range(0, len(pieces), _MAX_VECTORS):
+        left = [memoryview(piece) for piece in pieces[start : start + _MAX_VECTORS]]
+        while left:
+            count = os.writev(fd, left)
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
 
 
 def _limit(api: Api, call: Call) -> int:

@@ -5,9 +5,8 @@ calls it, and only for such a request, so that the plain path stays free of all 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 from aiohttp import web
@@ -71,9 +70,12 @@ async def faulty_chunks(call: Call) -> AsyncIterator[bytes]:
 
 
 async def send_by_writes(
-    call: Call, response: web.StreamResponse, fd: int, span: ByteRange
+    call: Call,
+    response: web.StreamResponse,
+    read: Callable[[ByteRange], Awaitable[bytes | bytearray]],
+    span: ByteRange,
 ) -> None:
-    """Send a span of an open file behind headers that announce all of it.
+    """Send a span of a file, which `read` gives, behind headers that announce all of it.
 
     Raises:
         ConnectionResetError: the fault cuts here, or the file shrank; the connection is closed.
@@ -83,8 +85,7 @@ async def send_by_writes(
     end = span.end if cut is None else min(span.end, span.start + cut)
     offset = span.start
     while offset < end:
-        # A slice is in the page cache or small, so the loop may read it itself.
-        piece = os.pread(fd, min(pace.slice_bytes, end - offset), offset)
+        piece = await read(ByteRange(offset, min(offset + pace.slice_bytes, end)))
         if not piece:
             break
         await response.write(piece)

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from aiohttp import web
+from aiohttp import ClientError, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from trainmount_files.server.conditions import Conditions
 from trainmount_files.server.errors import ApiError, invalid
@@ -98,7 +99,17 @@ class Call:
         """As the client sees this server, so that signed URLs work through names and forwarded
         ports.
         """
-        return f"{self.request.scheme}://{self.request.host}"
+        return f"{self.request.scheme}://{self.host}"
+
+    @property
+    def host(self) -> str:
+        """With its port."""
+        transport = self.request.transport
+        if "Host" in self.request.headers or transport is None:
+            return self.request.host
+        # HTTP/1.0. Not aiohttp's answer, which asks the name server, from the event loop.
+        address, port = transport.get_extra_info("sockname")[:2]
+        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
     @property
     def is_encrypted(self) -> bool:
@@ -136,13 +147,15 @@ def empty(status: int = 204, *, headers: Mapping[str, str] | None = None) -> web
 async def read_json(request: web.BaseRequest) -> dict[str, Any]:
     """The body as a JSON object. Raises ApiError."""
     body = bytearray()
-    async for chunk in request.content.iter_any():
-        body += chunk
-        if len(body) > _MAX_JSON_BYTES:
-            raise invalid(f"The body must be at most {_MAX_JSON_BYTES} bytes of JSON.")
     try:
+        async for chunk in request.content.iter_any():
+            body += chunk
+            if len(body) > _MAX_JSON_BYTES:
+                raise invalid(f"The body must be at most {_MAX_JSON_BYTES} bytes of JSON.")
         document = json.loads(body or b"{}")
-    except ValueError:
+    except (ClientError, HttpProcessingError):
+        raise invalid("The body of the request broke off.") from None
+    except (ValueError, RecursionError):
         raise invalid("The body must be JSON.") from None
     if not isinstance(document, dict):
         raise invalid("The body must be a JSON object.")

@@ -1,7 +1,7 @@
 """Conditional headers: which requests go through for which version of a file. Pure.
 
 `file_routes` and `bodies` ask for reads, `store` for writes, under its lock. Version 2.0 of the API
-knows `If-Unmodified-Since` on reads alone; 3.0 has all of them.
+knows `If-Unmodified-Since` on reads alone; 3.0 has all of them. `If-Range` goes with any `Range`.
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ class Conditions:
     if_none_match: str | None = None
     if_modified_since: str | None = None
     if_unmodified_since: str | None = None
+    if_range: str | None = None
 
     @classmethod
     def of_headers(cls, headers: Mapping[str, str], *, version: str) -> Conditions:
-        since = headers.get("If-Unmodified-Since")
+        since, ranged = headers.get("If-Unmodified-Since"), headers.get("If-Range")
         if version == "2.0":
-            return cls(if_unmodified_since=since)
+            return cls(if_unmodified_since=since, if_range=ranged)
         return cls(
             headers.get("If-Match"),
             headers.get("If-None-Match"),
             headers.get("If-Modified-Since"),
             since,
+            ranged,
         )
 
     @classmethod
@@ -89,6 +91,12 @@ class Conditions:
                 raise _not_modified(info)
         elif self.if_modified_since and _is_after(info, self.if_modified_since) is False:
             raise _not_modified(info)
+
+    def allow_range(self, info: FileInfo) -> bool:
+        """Whether a part of the file may go to a client that has the rest of the version that it
+        names; all of the file goes to others.
+        """
+        return self.if_range is None or self.if_range.strip() in (info.etag, info.last_modified)
 
     def require_write(self, current: FileInfo | None, path: str) -> None:
         """`current` is what is at the path, None for nothing. Times count for reads alone.

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from trainmount_files.server.call import Api
 from trainmount_files.server.faults import Fault, FaultPlan, Faults
@@ -44,6 +45,25 @@ _STOP_SECONDS: Final = 2.0
 
 # aiohttp reads this far ahead of a slow disk; its own 64 KiB makes 16 wake-ups of a megabyte.
 _READ_BUFFER_BYTES: Final = 512 * 1024
+
+
+# The longest path that a disk can hold, each byte percent-encoded, and a query.
+_MAX_LINE_BYTES: Final = 16 * 1024
+
+
+class _WithoutRequests(logging.Filter):
+    """aiohttp quotes the line for which it refuses a request: a token, or a signed URL."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.msg, record.args = "A request was refused that is no HTTP", ()
+            record.exc_info = record.exc_text = None
+        return True
+
+
+_http_log = logging.getLogger(f"{__name__}.http")
+_http_log.addFilter(_WithoutRequests())
 
 
 class StartError(Exception):
@@ -113,7 +133,15 @@ async def serving(settings: ServerSettings) -> AsyncIterator[Running]:
 async def _listen(
     settings: ServerSettings, service: Service, stack: contextlib.AsyncExitStack
 ) -> str:
-    server = web.Server(service.handle, access_log=None, read_bufsize=_READ_BUFFER_BYTES)
+    server = web.Server(
+        service.handle,
+        access_log=None,
+        logger=_http_log,
+        read_bufsize=_READ_BUFFER_BYTES,
+        max_line_size=_MAX_LINE_BYTES,
+        # What a client calls compressed is a file like any other.
+        auto_decompress=False,
+    )
     runner = web.ServerRunner(server, shutdown_timeout=_STOP_SECONDS)
     await runner.setup()
     tls = _tls_context(settings)

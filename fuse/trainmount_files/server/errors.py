@@ -9,6 +9,7 @@ a reason
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from typing import Any, Final
 from xml.sax.saxutils import escape
@@ -19,6 +20,7 @@ __all__ = [
     "StorageError",
     "already_exists",
     "directory_not_found",
+    "disk_refusal",
     "expired_url",
     "file_not_found",
     "invalid",
@@ -71,6 +73,10 @@ class StorageError(ServerError):
         super().__init__(status, code, message)
         self.detail = detail
 
+    @classmethod
+    def of(cls, error: ServerError) -> StorageError:
+        return error if isinstance(error, cls) else cls(error.status, error.code, error.message)
+
     def to_xml(self) -> str:
         elements = {"Code": self.code, "Message": self.message}
         if self.detail is not None:
@@ -109,3 +115,20 @@ def directory_not_found(path: str) -> ApiError:
 def already_exists(path: str) -> ApiError:
     message = f"Something exists at the path already: {path}"
     return ApiError(409, "ALREADY_EXISTS", message, reason="FILES_API_FILE_ALREADY_EXISTS")
+
+
+def disk_refusal(error: OSError, path: str = "") -> ApiError | None:
+    """What a client is told of an error of the server's disk; None for one that nobody planned."""
+    where = f": {path}" if path else "."
+    if error.errno in (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL) and path:
+        return invalid(f"The disk of the server cannot hold this name{where}")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, "RESOURCE_EXHAUSTED", "The disk of the server is full.")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        # A mistake in how the server was set up, which no repetition mends: not a 5xx.
+        message = f"The server's own user may not do this on its disk{where}"
+        return ApiError(403, "PERMISSION_DENIED", message)
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
+        message = "The server has too much to do just now."
+        return ApiError(503, "TEMPORARILY_UNAVAILABLE", message, headers={"Retry-After": "1"})
+    return None

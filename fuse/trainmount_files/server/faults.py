@@ -210,9 +210,9 @@ class Faults:
             plan = parse_faults(json.loads(self._path.read_text(encoding="utf-8")))
         except OSError as error:
             raise FaultError(f"faults file {self._path} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            if isinstance(error, FaultError):
-                raise FaultError(f"faults file {self._path}: {error}") from None
+        except FaultError as error:
+            raise FaultError(f"faults file {self._path}: {error}") from None
+        except (ValueError, RecursionError) as error:
             raise FaultError(f"faults file {self._path} is not JSON: {error}") from None
         self._stamp = stamp
         self.replace(plan)

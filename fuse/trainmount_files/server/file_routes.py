@@ -73,9 +73,12 @@ async def create_download_url(api: Api, call: Call) -> web.StreamResponse:
 
 
 async def list_endpoints(api: Api, call: Call) -> web.StreamResponse:
-    settings, request = api.settings, call.request
+    settings = api.settings
     document = describe_endpoints(
-        settings.endpoints, scheme=request.scheme, host=request.host, resumable=settings.resumable
+        settings.endpoints,
+        scheme=call.request.scheme,
+        host=call.host,
+        resumable=settings.resumable,
     )
     return web.json_response(document)
 

@@ -24,6 +24,7 @@ from trainmount_files.server.uploads import (
     MULTIPART,
     Upload,
     UploadFolders,
+    forget_publishing,
     publish_once,
     published_before,
     unknown_upload,
@@ -33,7 +34,7 @@ __all__ = ["MAX_PARTS", "Part", "UploadStore"]
 
 MAX_PARTS: Final = 10_000
 
-_PART_NAME: Final = re.compile(r"(\d{5})-([0-9a-f]{32})")
+_PART_NAME: Final = re.compile(r"[0-9]{5}-[0-9a-f]{32}")
 _ASSEMBLED: Final = "assembled"
 _COPY_BYTES: Final = 64 << 20
 
@@ -108,7 +109,10 @@ class UploadStore:
             if done is not None:
                 upload.mark_complete(done)
                 return done
-            self._assemble(upload, self._select(upload, parts))
+            try:
+                self._assemble(upload, self._select(upload, parts))
+            except FileNotFoundError:
+                raise invalid("A part was uploaded again meanwhile.") from None
             return publish_once(upload, self._store, _ASSEMBLED, conditions)
 
     def _select(self, upload: Upload, parts: Sequence[Part]) -> list[Path]:
@@ -119,7 +123,7 @@ class UploadStore:
             raise invalid("parts must be in ascending order of part_number")
         files = [upload.folder / f"{part.number:05d}-{part.etag}" for part in parts]
         for part, file in zip(parts, files, strict=True):
-            if not _PART_NAME.fullmatch(file.name) or not file.exists():
+            if not _PART_NAME.fullmatch(f"{part.number:05d}-{part.etag}") or not file.exists():
                 raise invalid(f"Part {part.number} was not uploaded, or has another ETag.")
         for part, file in zip(parts[:-1], files[:-1], strict=True):
             if file.stat().st_size < self._min_part_bytes:
@@ -130,11 +134,16 @@ class UploadStore:
     def _assemble(self, upload: Upload, files: list[Path]) -> None:
         assembled = upload.folder / _ASSEMBLED
         # Never into what is there: a file that was published may be the same one.
+        forget_publishing(upload)
         assembled.unlink(missing_ok=True)
         fd = os.open(assembled, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             for file in files:
                 _append(file, fd)
+        except OSError:
+            # A disk that is full is not to be kept so by half a file.
+            assembled.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
 

@@ -8,7 +8,6 @@ its handler runs.
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 import logging
 import re
@@ -25,7 +24,13 @@ from trainmount_files.server import (
     upload_routes,
 )
 from trainmount_files.server.call import Api, Call, read_json
-from trainmount_files.server.errors import ApiError, ServerError, StorageError, expired_url
+from trainmount_files.server.errors import (
+    ApiError,
+    ServerError,
+    StorageError,
+    disk_refusal,
+    expired_url,
+)
 from trainmount_files.server.faults import NO_FAULT, Fault, FaultError, Faults, parse_faults
 from trainmount_files.server.grants import (
     FULL_RIGHTS,
@@ -43,6 +48,9 @@ __all__ = ["Service"]
 _log = logging.getLogger(__name__)
 
 _PATH_TARGET: Final = re.compile(r"/api/([23]\.0)/fs/(files|directories)(/.*)", re.DOTALL)
+
+# Of a request as it is written to a proxy, which a server has to take too.
+_ORIGIN: Final = re.compile(r"\Ahttps?://[^/?#]*", re.IGNORECASE)
 
 PathHandler = Callable[[Api, Call, VolumePath], Awaitable[web.StreamResponse]]
 PlainHandler = Callable[[Api, Call], Awaitable[web.StreamResponse]]
@@ -104,25 +112,27 @@ class Service:
         self._counts: Counter[str] = Counter()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request; never raises but for a connection that is to be closed."""
-        target = request.raw_path.partition("?")[0]
+        """Answer one request; never raises."""
+        response = await self._answer(request)
+        if "Transfer-Encoding" in request.headers:
+            # aiohttp takes the trailers of a body for headers of the connection's next request.
+            response.force_close()
+        return response
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        target = _ORIGIN.sub("", request.raw_path).partition("?")[0]
         try:
             return await self._dispatch(request, target)
-        except StorageError as error:
-            return web.Response(
-                status=error.status, text=error.to_xml(), content_type="application/xml"
-            )
-        except ApiError as error:
-            return _api_error(request, error)
+        except ServerError as error:
+            return _refuse(request, target, error)
         except ConnectionError:
-            raise
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                full = ApiError(507, "RESOURCE_EXHAUSTED", "The disk of the server is full.")
-                return _api_error(request, full)
-            return self._unplanned(request, target)
-        except Exception:
-            return self._unplanned(request, target)
+            # Nobody is left to answer; raised, aiohttp would log it as a failure of the server.
+            if request.transport is not None:
+                request.transport.close()
+            return web.Response(status=499)
+        except Exception as error:
+            refusal = disk_refusal(error) if isinstance(error, OSError) else None
+            return _refuse(request, target, refusal or self._unplanned(request, target))
 
     def statistics(self) -> dict[str, Any]:
         """Requests by route, uploads that are open and the bytes they and bodies in flight hold.
@@ -254,13 +264,11 @@ class Service:
             raise ApiError(401, "UNAUTHENTICATED", message)
         return caller
 
-    def _unplanned(self, request: web.BaseRequest, target: str) -> web.Response:
+    def _unplanned(self, request: web.BaseRequest, target: str) -> ApiError:
         # The path of a presigned URL is a credential.
         shown = PREFIX + "…" if target.startswith(PREFIX) else target
         _log.exception("Request failed", extra={"method": request.method, "path": shown})
-        return _api_error(
-            request, ApiError(500, "INTERNAL_ERROR", "The server failed; its log says why.")
-        )
+        return ApiError(500, "INTERNAL_ERROR", "The server failed; its log says why.")
 
 
 def _path_route(request: web.BaseRequest, kind: str) -> PathHandler:
@@ -283,11 +291,16 @@ def _no_route(request: web.BaseRequest) -> ApiError:
     return ApiError(404, "ENDPOINT_NOT_FOUND", message)
 
 
-def _api_error(request: web.BaseRequest, error: ServerError) -> web.Response:
+def _refuse(request: web.BaseRequest, target: str, error: ServerError) -> web.Response:
     headers = error.headers if isinstance(error, ApiError) else {}
-    if request.method == "HEAD" or error.status == 304 or not isinstance(error, ApiError):
+    if request.method == "HEAD" or error.status == 304:
         return web.Response(status=error.status, headers=headers)
-    return web.json_response(error.to_json(), status=error.status, headers=headers)
+    if isinstance(error, ApiError) and not target.startswith(PREFIX):
+        return web.json_response(error.to_json(), status=error.status, headers=headers)
+    text = StorageError.of(error).to_xml()
+    return web.Response(
+        status=error.status, headers=headers, text=text, content_type="application/xml"
+    )
 
 
 def _injected(request: web.BaseRequest, fault: Fault) -> web.Response:
@@ -296,7 +309,7 @@ def _injected(request: web.BaseRequest, fault: Fault) -> web.Response:
     code = fault.error_code or {429: "RESOURCE_EXHAUSTED", 503: "TEMPORARILY_UNAVAILABLE"}.get(
         fault.status, "INTERNAL_ERROR" if fault.status >= 500 else "BAD_REQUEST"
     )
-    return _api_error(request, ApiError(fault.status, code, "Injected fault.", headers=headers))
+    return _refuse(request, "", ApiError(fault.status, code, "Injected fault.", headers=headers))
 
 
 async def _continue(request: web.BaseRequest) -> None:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from trainmount_files.server.endpoints import DEFAULT_ENDPOINTS, ENDPOINTS
 from trainmount_files.server.grants import is_token
+from trainmount_files.server.paths import is_object_name
 from trainmount_files.volume import MIB
 
 __all__ = ["ServerSettings", "parse_volume_name"]
 
 GIB: Final = 1 << 30
 
-# Unity Catalog's own rule for the names of catalogs, schemas and volumes.
-_OBJECT_NAME: Final = re.compile(r"[^\x00-\x20./\x7f]{1,255}")
-
 
 def parse_volume_name(name: str) -> tuple[str, str, str]:
     """Split `catalog.schema.volume`. Raises ValueError with one clear line."""
     parts = name.split(".")
-    if len(parts) != 3 or not all(_OBJECT_NAME.fullmatch(part) for part in parts):
+    if len(parts) != 3 or not all(is_object_name(part) for part in parts):
         raise ValueError(f"volume must be CATALOG.SCHEMA.VOLUME, got {name!r}")
     return parts[0], parts[1], parts[2]
 

@@ -78,7 +78,8 @@ class Snapshots:
                     self._drop(snapshot)
                 return page
         began_ns = self._clock_ns()
-        names = [name for name in _scan(directory_fd) if name > after]
+        # Once each: one that is replaced while it is read may be told again by the kernel.
+        names = list({name for name in _scan(directory_fd) if name > after})
         if len(names) <= size:
             return sorted(names), True
         is_settled = began_ns - max(stamp[2:]) > _SETTLED_NS and stamp == _stamp(directory_fd)

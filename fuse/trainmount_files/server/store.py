@@ -21,12 +21,13 @@ from trainmount_files.server.errors import (
     ApiError,
     already_exists,
     directory_not_found,
+    disk_refusal,
     file_not_found,
     invalid,
 )
 from trainmount_files.server.folding import FoldedNameError, Folding
 from trainmount_files.server.implicit import is_implicit, mark_explicit, mark_implicit, probe_marks
-from trainmount_files.server.paths import VolumePath
+from trainmount_files.server.paths import VolumePath, is_object_name
 from trainmount_files.server.resolution import open_directory, open_regular, stat_regular
 from trainmount_files.server.settings import parse_volume_name
 from trainmount_files.server.snapshots import Snapshots
@@ -35,6 +36,11 @@ from trainmount_files.server.staging import Staging, Temporary
 __all__ = ["DirectoryStore", "Entry"]
 
 _VOLUME_DEPTH: Final = 3
+
+_SECOND_NS: Final = 1_000_000_000
+
+# The lock, not a path, of those who make directories by name and those who remove unnamed ones.
+_TREE: Final = ""
 
 # A directory can go between its opening and the new name in it; it is made again.
 _PUBLISH_TRIES: Final = 10
@@ -88,7 +94,7 @@ class DirectoryStore:
                 return sorted(
                     entry.name
                     for entry in entries
-                    if "." not in entry.name and entry.is_dir(follow_symlinks=False)
+                    if is_object_name(entry.name) and entry.is_dir(follow_symlinks=False)
                 )
         except (FileNotFoundError, NotADirectoryError):
             kind = ("metastore", "Catalog", "Schema")[len(parents)]
@@ -188,14 +194,20 @@ class DirectoryStore:
         now = time.time_ns()
         os.utime(temporary.fd, ns=(now, now))
         self._staging.sync(temporary.fd)
-        for _ in range(_PUBLISH_TRIES):
-            with contextlib.suppress(FileNotFoundError), self._new_parent(path) as fd:
-                with self._staging.locked(str(path)):
-                    _require(conditions, fd, path)
-                    self._link(temporary, fd, path, overwrite=overwrite)
-                self._staging.sync(fd)
-                return file_info(os.fstat(temporary.fd))
-            self.require_volume(path)
+        try:
+            for _ in range(_PUBLISH_TRIES):
+                with contextlib.suppress(FileNotFoundError), self._new_parent(path) as fd:
+                    with self._staging.locked(str(path)):
+                        _require(conditions, fd, path)
+                        _come_after(temporary, fd, path.names[-1])
+                        self._link(temporary, fd, path, overwrite=overwrite)
+                    self._staging.sync(fd)
+                    return file_info(os.fstat(temporary.fd))
+                self.require_volume(path)
+        except BaseException:
+            # What it brought along goes with it.
+            self._prune(path, everything=False)
+            raise
         raise ApiError(409, "ABORTED", f"The directory was removed time and again: {path}")
 
     def _link(self, temporary: Temporary, fd: int, path: VolumePath, *, overwrite: bool) -> None:
@@ -238,12 +250,15 @@ class DirectoryStore:
         """Make it and its parents; one that is there is fine."""
         self.require_volume(path)
         try:
-            with open_directory(
-                self._root_fd,
-                path.all_names,
-                create_from=_VOLUME_DEPTH,
-                before=self._folding.require_exact,
-            ) as fd:
+            with (
+                self._staging.locked(_TREE) if self._implicit else contextlib.nullcontext(),
+                open_directory(
+                    self._root_fd,
+                    path.all_names,
+                    create_from=_VOLUME_DEPTH,
+                    before=self._folding.require_exact,
+                ) as fd,
+            ):
                 if self._implicit:
                     mark_explicit(fd)
                 self._staging.sync(fd)
@@ -279,11 +294,14 @@ class DirectoryStore:
             names = path.all_names[:depth]
             # Not empty, or gone: so are those above, or they are another request's to remove.
             try:
-                with open_directory(self._root_fd, names) as fd:
+                with (
+                    self._staging.locked(_TREE),
+                    open_directory(self._root_fd, names[:-1]) as parent_fd,
+                    open_directory(parent_fd, names[-1:]) as fd,
+                ):
                     if not everything and not is_implicit(fd):
                         return
-                with open_directory(self._root_fd, names[:-1]) as fd:
-                    os.rmdir(names[-1], dir_fd=fd)
+                    os.rmdir(names[-1], dir_fd=parent_fd)
             except OSError:
                 return
 
@@ -354,6 +372,19 @@ class DirectoryStore:
             raise _name_error(error, path) from error
 
 
+def _come_after(temporary: Temporary, fd: int, name: str) -> None:
+    """See to it that a file is not older than the one it replaces, should the clock have been put
+    back or that one be from another clock.
+    """
+    try:
+        replaced_ns = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns
+    except OSError:
+        return
+    # A second is what `Last-Modified` can tell apart.
+    if replaced_ns // _SECOND_NS > os.fstat(temporary.fd).st_mtime_ns // _SECOND_NS:
+        os.utime(temporary.fd, ns=(replaced_ns + _SECOND_NS, replaced_ns + _SECOND_NS))
+
+
 def _require(conditions: Sequence[Conditions], fd: int, path: VolumePath) -> None:
     wanted = [one for one in conditions if one.are_of_writes]
     if not wanted:
@@ -387,14 +418,5 @@ def _describe(directory_fd: int, names: list[bytes]) -> list[Entry]:
 
 
 def _name_error(error: OSError, path: VolumePath) -> Exception:
-    """A refusal for what a disk cannot hold; anything else stays what it is."""
-    if error.errno in (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL):
-        return invalid(f"The disk of the server cannot hold this name: {path}")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ApiError(507, "RESOURCE_EXHAUSTED", "The disk of the server is full.")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        # A mistake in how the server was set up, which no repetition mends: not a 5xx.
-        return ApiError(
-            403, "PERMISSION_DENIED", f"The server's own user may not do this on its disk: {path}"
-        )
-    return error
+    """A refusal where there is one; anything else stays what it is."""
+    return disk_refusal(error, str(path)) or error

@@ -14,7 +14,7 @@ from typing import Any, Final
 from trainmount_files.server.errors import ApiError, invalid
 from trainmount_files.server.grants import Caller, Callers
 from trainmount_files.server.listing import name_page, parse_page_size
-from trainmount_files.server.paths import decode_target
+from trainmount_files.server.paths import decode_target, is_object_name
 from trainmount_files.server.store import DirectoryStore
 
 __all__ = ["UnityCatalog", "is_unity_catalog"]
@@ -169,7 +169,7 @@ def _describe(names: tuple[str, ...]) -> dict[str, Any]:
 
 def _parse(kind: str, full_name: str) -> tuple[str, ...]:
     names = tuple(full_name.split("."))
-    if len(names) != _KINDS.index(kind) + 1 or not all(_is_name(name) for name in names):
+    if len(names) != _KINDS.index(kind) + 1 or not all(is_object_name(name) for name in names):
         form = ".".join(_KINDS[: _KINDS.index(kind) + 1]).upper()
         raise invalid(f"The name of a {kind} must be {form}, got {full_name}")
     return names
@@ -179,10 +179,6 @@ def _required(query: Mapping[str, str], name: str) -> str:
     value = query.get(name)
     if not value:
         raise invalid(f"{name} must be given")
-    if not _is_name(value):
+    if not is_object_name(value):
         raise invalid(f"{name} must be the name of an object, got {value}")
     return value
-
-
-def _is_name(text: str) -> bool:
-    return bool(text) and not any(letter in text for letter in "./\0")

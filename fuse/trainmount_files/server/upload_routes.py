@@ -4,6 +4,7 @@ them; called by `service`.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -33,6 +34,9 @@ __all__ = [
 
 # One call hands out no more, so that an answer stays below a megabyte.
 _MAX_URLS: Final = 1000
+
+
+_DIGITS: Final = re.compile(r"[0-9]{1,9}")
 
 
 async def initiate_upload(api: Api, call: Call, path: VolumePath) -> web.StreamResponse:
@@ -115,7 +119,10 @@ async def _store_part(api: Api, call: Call, token: str, number: int) -> web.Stre
     def finish(temporary: Temporary) -> str:
         return api.uploads.put_part(token, number, temporary)
 
-    etag = await store_body(api, call, finish)
+    def admit() -> None:
+        api.upload_folders.require_open(token, None, MULTIPART)
+
+    etag = await store_body(api, call, finish, admit=admit)
     return web.Response(headers={"ETag": f'"{etag}"'})
 
 
@@ -161,10 +168,10 @@ def _parse_part(part: Any) -> Part:
 
 def _whole_number(source: Any, name: str, minimum: int, maximum: int) -> int:
     value = source.get(name)
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = minimum - 1
-    if isinstance(value, bool | float) or not minimum <= number <= maximum:
-        raise invalid(f"{name} must be a whole number from {minimum} to {maximum}, got {value}")
-    return number
+    if isinstance(value, str) and _DIGITS.fullmatch(value):
+        value = int(value)
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise invalid(
+            f"{name} must be a whole number from {minimum} to {maximum}, got {value!r:.100}"
+        )
+    return value

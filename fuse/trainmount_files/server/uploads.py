@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +33,7 @@ __all__ = [
     "RESUMABLE",
     "Upload",
     "UploadFolders",
+    "forget_publishing",
     "publish_once",
     "published_before",
     "unknown_upload",
@@ -72,7 +73,10 @@ class Upload:
         return str(record["etag"])
 
     def mark_complete(self, etag: str) -> None:
-        """Remember the answer for those who ask again, then drop the bytes."""
+        """Remember the answer for those who ask again, and drop the bytes."""
+        # The bytes first: on a disk that is full they make room for the answer. Until it is there
+        # the mark of `publish_once` stands for it.
+        self._drop(keep=(_PUBLISHED,))
         marker = self.folder / "complete.json"
         temporary = marker.with_suffix(".tmp")
         temporary.write_text(json.dumps({"etag": etag}), encoding="utf-8")
@@ -80,8 +84,11 @@ class Upload:
         self.drop_bytes()
 
     def drop_bytes(self) -> None:
+        self._drop()
+
+    def _drop(self, *, keep: Sequence[str] = ()) -> None:
         for file in self.folder.iterdir():
-            if file.suffix != ".json":
+            if file.suffix != ".json" and file.name not in keep:
                 file.unlink(missing_ok=True)
 
 
@@ -151,8 +158,10 @@ class UploadFolders:
         conditions = Conditions.of_record(record["conditions"])
         return Upload(folder, parse_volume_path(record["path"]), record["overwrite"], conditions)
 
-    def require_open(self, token: str, path: VolumePath, kind: str | None) -> None:
-        """Raises ApiError 404 unless the token is of an upload to `path` that still takes bytes."""
+    def require_open(self, token: str, path: VolumePath | None, kind: str | None) -> None:
+        """Raises ApiError 404 unless the token is of an upload, to `path` unless None, that still
+        takes bytes.
+        """
         if self.find(token, path, kind).etag is not None:
             raise unknown_upload()
 
@@ -220,7 +229,7 @@ def publish_once(
         ApiError: as `DirectoryStore.publish`; the upload stays open.
     """
     folder = upload.folder
-    (folder / _PUBLISHED).unlink(missing_ok=True)
+    forget_publishing(upload)
     # A second name, by which a server that was killed in between knows what it had done.
     (folder / _PUBLISHED).hardlink_to(folder / name)
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -239,6 +248,13 @@ def publish_once(
         os.close(folder_fd)
     upload.mark_complete(info.etag)
     return info.etag
+
+
+def forget_publishing(upload: Upload) -> None:
+    """Before the file itself goes or is made anew: without it, the mark would say that it was
+    published.
+    """
+    (upload.folder / _PUBLISHED).unlink(missing_ok=True)
 
 
 def published_before(upload: Upload, store: DirectoryStore, name: str) -> str | None:
