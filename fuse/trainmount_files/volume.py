@@ -132,6 +132,11 @@ class Capabilities:
     part_bytes: int = 16 * MIB
     """Size of parts that the store likes best; between the two bounds."""
 
+    parts_in_order: bool = False
+    """Parts go on to the store in their order, several at once behind one `put_part`: threads that
+    put them gain nothing, and parts ahead of their turn take memory.
+    """
+
 
 class Upload(Protocol):
     """A file in the making from numbered parts; nothing is at the path before `complete`."""

@@ -76,6 +76,7 @@ WRAPPING_KINDS = ["catalog", "chunked"]
 BUCKET_OPTIONS = BucketOptions(
     part_size_bytes=16 << 10,
     window_bytes=64 << 10,
+    held_back_bytes=64 << 10,
     page_entries=100,
     retry=OPTIONS.retry,
 )
@@ -85,6 +86,7 @@ REAL_BUCKET_OPTIONS = BucketOptions(
     part_size_bytes=5 << 20,
     parallelism=2,
     window_bytes=10 << 20,
+    held_back_bytes=10 << 20,
     page_entries=100,
     retry=RetryPolicy(deadline_seconds=10, first_delay_seconds=0.05, max_delay_seconds=0.5),
 )

@@ -330,7 +330,7 @@ def test_parts_grow_with_the_file(size_bytes: int, part_bytes: int) -> None:
     assert options.part_bytes_of(size_bytes) == part_bytes
     assert -(-size_bytes // part_bytes) <= 10_000
     parallelism = options.parallelism_of(part_bytes)
-    assert parallelism == 1 or (parallelism + 1) * part_bytes <= 40 * MIB
+    assert parallelism == 1 or (parallelism + 1) * part_bytes <= 32 * MIB
 
 
 def test_parts_ahead_of_their_turn_wait_on_the_disk(bucket: BucketVolume) -> None:
@@ -370,7 +370,7 @@ def test_a_callers_buffer_may_change_after_the_part_was_put(bucket: BucketVolume
 
 
 def test_a_stream_ends_at_its_limit_and_leaves_nothing(bucket: BucketVolume) -> None:
-    tiny = in_memory(part_size_bytes=1, window_bytes=0)
+    tiny = in_memory(part_size_bytes=1, window_bytes=0, held_back_bytes=0)
     upload = tiny.start_upload("file")
     upload.put_part(1, b"1")
     upload.put_part(2, bytes(9_999))

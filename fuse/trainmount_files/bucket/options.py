@@ -35,16 +35,21 @@ class BucketOptions:
     Grows with the file, so that 10,000 parts hold it. Below 5 MiB only where the store allows it.
     """
 
-    parallelism: int = 4
+    parallelism: int = 3
     """Parts of one upload under way at once.
 
-    An upload holds this many parts and one more in memory: 40 MiB up to a file of 80 GB; from there
+    An upload holds this many parts and one more in memory: 32 MiB up to a file of 80 GB; from there
     on fewer and larger parts.
     """
 
     window_bytes: int = 16 * MIB
-    """Parts of a `start_upload` that are held back, so that a repeat can still replace them; what
-    does not fit waits in a temporary file.
+    """Parts of a `start_upload` that wait in memory for those before them; what does not fit waits
+    in a temporary file.
+    """
+
+    held_back_bytes: int = 4 * MIB
+    """The last parts of a `start_upload` that wait although they are next, so that a repeat can
+    still replace them; at most `window_bytes`.
     """
 
     page_entries: int = 1000

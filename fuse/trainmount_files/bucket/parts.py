@@ -2,7 +2,7 @@
 
 obstore writes an object's parts in their order and cannot replace one. So parts wait here until
 they are next: in memory up to a bound, the rest in a temporary file that has no name. The last
-`window_bytes` are held back even where they are next, so that a part that is put a second time
+`held_back_bytes` stay here even where they are next, so that a part that is put a second time
 replaces the first; once at the store, a part can be repeated but not changed.
 """
 
@@ -34,9 +34,9 @@ class _Spilled:
 class BucketUpload:
     """A file of a bucket in the making; implements `trainmount_files.volume.Upload`.
 
-    Memory: `window_bytes` (twice that at the end of a small file), one part for each thread in
-    `put_part`, and what an `ObjectWriter` holds. Parts that are ahead of their turn by more are on
-    the local disk until then.
+    Memory: one part more than `held_back_bytes` where parts come in their order, than `window_bytes`
+    where they do not, and what an `ObjectWriter` holds. Parts that are ahead of their turn by more
+    are on the local disk until then.
     """
 
     def __init__(
@@ -72,20 +72,21 @@ class BucketUpload:
         if part_number < 1:
             raise InvalidRequest("upload", self._path, "part numbers begin at 1")
         self._check_cancelled()
-        # A copy, as the caller may use its buffer again at once.
-        copied = whole_bytes(data)
-        window = self._writing.options.window_bytes
+        options = self._writing.options
         with self._lock:
             self._check_open()
+            # A copy, as the caller may use its buffer again at once; by one thread at a time, so
+            # that those that wait for their turn hold none.
+            copied = whole_bytes(data)
             if part_number < self._next:
                 self._check_repeated(part_number, copied)
                 return
             self._forget(part_number)
             self._waiting[part_number] = copied
             self._memory_bytes += len(copied)
-            while self._memory_bytes > window and self._next in self._waiting:
+            while self._memory_bytes > options.held_back_bytes and self._next in self._waiting:
                 self._send(self._next)
-            if self._memory_bytes > window and part_number in self._waiting:
+            if self._memory_bytes > options.window_bytes and part_number in self._waiting:
                 self._spill_part(part_number, copied)
 
     def complete(self) -> FileStat:

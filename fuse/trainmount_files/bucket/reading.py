@@ -16,7 +16,7 @@ __all__ = ["PIECE_BYTES", "WHOLE_BYTES", "read_exactly"]
 WHOLE_BYTES: Final = 16 * MIB
 """Up to here it is quickest to take a range from obstore in one piece, which is in memory then."""
 
-PIECE_BYTES: Final = 2 * MIB
+PIECE_BYTES: Final = MIB
 
 
 def read_exactly(

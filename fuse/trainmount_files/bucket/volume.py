@@ -131,6 +131,7 @@ class BucketVolume:
             max_parts=MAX_PARTS,
             max_part_bytes=_MAX_PART_BYTES.get(scheme, 4 << 30),
             part_bytes=self._options.part_size_bytes,
+            parts_in_order=True,
         )
 
     def stat(self, path: str) -> FileStat:
@@ -185,7 +186,7 @@ class BucketVolume:
         progress: Progress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """See `ReadsToFile`; one request, and memory of two pieces of 2 MiB."""
+        """See `ReadsToFile`; one request, and memory of two pieces of 1 MiB."""
         check_file_name(self._location.scheme, "read", path)
 
         def take(distance: int, piece: memoryview) -> None:
@@ -260,7 +261,7 @@ class BucketVolume:
     def start_upload(
         self, path: str, *, overwrite: bool = True, cancel: threading.Event | None = None
     ) -> Upload:
-        """As the protocol has it, but a part that is more than `window_bytes` behind cannot be
+        """As the protocol has it, but a part that is more than `held_back_bytes` behind cannot be
         replaced by other bytes any more (Unsupported).
         """
         check_file_name(self._location.scheme, "upload", path)

@@ -121,6 +121,7 @@ class ChunkedVolume:
             max_parts=MAX_PARTS,
             max_part_bytes=largest,
             part_bytes=min(below.part_bytes, largest),
+            parts_in_order=False,
         )
 
     def stat(self, path: str) -> FileStat:

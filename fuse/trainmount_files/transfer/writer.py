@@ -69,6 +69,8 @@ def open_writer(
     """
     if parallelism < 1:
         raise ValueError(f"parallelism must be at least 1, got {parallelism}")
+    if volume.capabilities.parts_in_order:
+        parallelism = 1
     sizes = PartSizes.of(
         volume.capabilities, part_bytes=part_bytes, parallelism=parallelism, size_bytes=size_bytes
     )
