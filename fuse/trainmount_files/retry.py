@@ -113,9 +113,14 @@ class Attempts:
         self._failures = 0
         self._deadline = self._clock.monotonic() + self._policy.deadline_seconds
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the caller has given up."""
+        return self._cancel is not None and self._cancel.is_set()
+
     def check_cancelled(self, operation: str, path: str) -> None:
         """Raises Cancelled where the caller has given up."""
-        if self._cancel is not None and self._cancel.is_set():
+        if self.is_cancelled:
             raise Cancelled(operation, path, "cancelled")
 
     def wait_or_raise(self, failure: VolumeError, retry_after: str | None = None) -> None:

@@ -107,6 +107,33 @@ def test_a_whole_file_in_place_of_a_range_is_refused_and_not_drained(scripted: M
     assert server.sent_bytes < 3 * (8 << 20)
 
 
+@pytest.mark.parametrize("version", [None, f"{len(DATA)}-{MODIFIED_SECONDS}"])
+def test_a_whole_file_of_the_length_of_the_range_is_the_range(
+    scripted: MakeVolume, version: str | None
+) -> None:
+    server, volume = scripted(lambda _: Scripted(headers={"Last-Modified": MODIFIED}, body=DATA))
+    assert read(volume, 0, len(DATA), version) == DATA
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "headers", "error"),
+    [
+        # The file's size is known to be another one: it has been replaced.
+        (f"50000-{MODIFIED_SECONDS}", {}, PreconditionFailed),
+        (None, {"Content-Encoding": "gzip"}, InexactRange),
+        (None, {"Content-Length": "101"}, InexactRange),
+    ],
+)
+def test_a_whole_file_that_is_not_the_range_is_refused(
+    scripted: MakeVolume, version: str | None, headers: dict[str, str], error: type[VolumeError]
+) -> None:
+    answer = Scripted(headers={"Last-Modified": MODIFIED, **headers}, body=DATA[:100])
+    _, volume = scripted(lambda _: answer)
+    with pytest.raises(error):
+        read(volume, 0, 100, version)
+
+
 def test_a_resumed_read_is_never_continued_with_a_whole_file(scripted: MakeVolume) -> None:
     def script(request: Request) -> Scripted:
         if len(server.requests) == 1:

@@ -28,9 +28,7 @@ QUESTION = "/api/2.0/fs/create-download-url"
 
 
 @pytest.fixture
-def at() -> Iterator[
-    Callable[[Callable[[Request], Scripted]], tuple[ScriptedServer, FilesApiVolume]]
-]:
+def at() -> Iterator[MakeVolume]:
     """Makes a scripted server, and a volume at it that reads by signed URLs."""
     with ExitStack() as stack:
 

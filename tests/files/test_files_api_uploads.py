@@ -6,13 +6,14 @@ import json
 import os
 import threading
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from tests.files.conftest import OPTIONS, ROOT, TOKEN, MakeVolume, Request, Scripted
+from tests.files.conftest import OPTIONS, ROOT, TOKEN, MakeVolume, Request, Scripted, ScriptedServer
 
 from trainmount_files import (
     AlreadyExists,
@@ -146,7 +147,158 @@ def test_a_url_that_expired_is_asked_for_again_and_stored_parts_are_not_sent_aga
     assert upload(remote, local) == len(DATA)
     assert (served / "file").read_bytes() == DATA
     assert count(server, "presigned_put") == PARTS + 2
-    assert count(server, "create_upload_part_urls") == PARTS + 2
+    # One question for all, and one for each that had ended.
+    assert count(server, "create_upload_part_urls") == 1 + 2
+
+
+def asked_for(request: Request) -> tuple[int, int]:
+    question = json.loads(request.body)
+    return question["start_part_number"], question["count"]
+
+
+def store_with_many_urls(limit: int, seen: list[str]) -> Callable[[Request], Scripted]:
+    """A store that gives up to `limit` URLs at a time, and refuses to be asked for more."""
+    inner = multipart_script([Scripted()], Scripted(headers=OURS), seen)
+
+    def script(request: Request) -> Scripted:
+        if not request.target.startswith("/api/2.0/fs/create-upload-part-urls"):
+            answer: Scripted = inner(request)
+            return answer
+        first, number = asked_for(request)
+        if number > limit:
+            return Scripted(status=400)
+        urls = [
+            {"part_number": each, "url": f"http://{request.headers['host']}/signed/{each}"}
+            for each in range(first, first + number)
+        ]
+        return Scripted(body=json.dumps({"upload_part_urls": urls}).encode())
+
+    return script
+
+
+URLS = "/api/2.0/fs/create-upload-part-urls"
+
+
+def test_the_urls_of_many_parts_are_asked_for_together_and_each_is_used_once(
+    scripted: MakeVolume, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    server, volume = scripted(store_with_many_urls(8, seen))
+    volume = replaced(volume, server, part_size_bytes=5000)
+    (tmp_path / "many").write_bytes(DATA)
+    upload(volume, tmp_path / "many")
+    questions = [asked_for(request) for request in server.asked("POST", URLS)]
+    # 20 parts of 5,000 bytes.
+    asked = sorted(n for first, number in questions for n in range(first, first + number))
+    assert asked == list(range(1, 21))
+    assert len(questions) <= 5
+    sent = sorted(int(r.target.rpartition("/")[2]) for r in server.asked("PUT", "/signed/"))
+    assert sent == list(range(1, 21))
+    volume.close()
+
+
+def test_a_store_that_gives_one_url_at_a_time_is_asked_for_one_at_a_time(
+    scripted: MakeVolume, local: Path
+) -> None:
+    seen: list[str] = []
+    server, volume = scripted(store_with_many_urls(1, seen))
+    upload(volume, local)
+    questions = [asked_for(request) for request in server.asked("POST", URLS)]
+    assert questions[0] == (1, PARTS)
+    assert sorted(questions[1:]) == [(number, 1) for number in range(1, PARTS + 1)]
+    assert seen[-1] != "abort"
+    volume.close()
+
+
+def test_a_url_that_has_waited_long_is_not_used(scripted: MakeVolume, local: Path) -> None:
+    seen: list[str] = []
+    server, volume = scripted(store_with_many_urls(8, seen))
+    # Whatever is asked for ahead has waited too long at once.
+    volume = replaced(volume, server, url_lifetime_seconds=0.0)
+    upload(volume, local)
+    starts = sorted(asked_for(request)[0] for request in server.asked("POST", URLS))
+    assert starts == list(range(1, PARTS + 1))
+    volume.close()
+
+
+def test_a_stream_asks_for_more_urls_at_a_time_the_longer_it_is(scripted: MakeVolume) -> None:
+    seen: list[str] = []
+    server, volume = scripted(store_with_many_urls(8, seen))
+    begun = volume.start_upload("file")
+    for number in range(1, 65):
+        begun.put_part(number, b"x")
+    questions = [asked_for(request) for request in server.asked("POST", URLS)]
+    assert questions[:8] == [*((number, 1) for number in range(1, 8)), (8, 2)]
+    assert questions[-1][1] == 8
+    assert all(number <= max(1, first // 4) for first, number in questions)
+    begun.abort()
+
+
+def replaced(volume: FilesApiVolume, server: ScriptedServer, **options: Any) -> FilesApiVolume:
+    volume.close()
+    credentials = Credentials(host=server.url, token=TOKEN)
+    return FilesApiVolume(ROOT, credentials, replace(OPTIONS, **options))
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_file_that_is_stored_and_cannot_be_asked_for_is_said_to_be_stored(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path, overwrite: bool
+) -> None:
+    server.inject(Fault(route="head_file", status=403))
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("put", lambda: remote.put("small", b"content", overwrite=overwrite)),
+        ("upload", lambda: upload(remote, local, overwrite=overwrite)),
+    ]
+    for operation, call in calls:
+        with pytest.raises(PermissionDenied, match="the file is stored") as caught:
+            call()
+        assert caught.value.operation == operation
+    assert (served / "small").read_bytes() == b"content"
+    assert (served / "file").read_bytes() == DATA
+    assert count(server, "abort_upload") == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["RPC token bucket limit has been exceeded", "a ClusterNotReadyException: wait"]
+)
+def test_a_refusal_that_the_service_says_will_pass_is_asked_again(
+    scripted: MakeVolume, text: str
+) -> None:
+    body = json.dumps({"error_code": "BAD_REQUEST", "message": text}).encode()
+    answers = [Scripted(status=400, body=body), Scripted(), Scripted(headers=OURS)]
+    server, volume = scripted(lambda _: answers.pop(0))
+    volume.put("file", b"1")
+    assert [request.method for request in server.requests] == ["PUT", "PUT", "HEAD"]
+
+
+@pytest.mark.parametrize("status", [404, 409, 412])
+def test_what_is_at_a_path_does_not_pass_by_waiting(scripted: MakeVolume, status: int) -> None:
+    body = json.dumps({"error_code": "", "message": "Unexpected error"}).encode()
+    server, volume = scripted(lambda _: Scripted(status=status, body=body))
+    with pytest.raises(VolumeError, match="Unexpected error"):
+        volume.make_directory("directory")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"lose_reply": True, "count": 1},
+        {"status": 503, "count": 2},
+        {"status": 500, "lose_reply": True, "count": 1},
+    ],
+)
+def test_an_abort_that_is_reset_or_refused_for_a_moment_is_sent_again(
+    remote: FilesApiVolume, server: LocalServer, served: Path, fault: dict[str, Any]
+) -> None:
+    server.inject(Fault(route="abort_upload", **fault))
+    begun = remote.start_upload("file")
+    begun.put_part(1, b"content")
+    begun.abort()
+    begun.abort()
+    assert count(server, "abort_upload") == 1 + fault["count"]
+    assert not (served / "file").exists()
+    assert_nothing_is_left(server)
 
 
 def test_a_lost_reply_to_complete_is_success_when_the_file_is_there(

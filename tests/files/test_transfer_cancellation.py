@@ -290,6 +290,58 @@ def test_an_upload_that_is_cancelled_in_its_midst_is_aborted(
     assert server.statistics()["open_uploads"] == 0
 
 
+@pytest.mark.parametrize("route", ["presigned_put", "complete_upload"])
+def test_a_volume_that_is_closed_aborts_the_uploads_under_way(
+    remote: FilesApiVolume, server: LocalServer, served: Path, local: Path, route: str
+) -> None:
+    server.inject(Fault(route=route, latency_ms=60_000, skip=2 if route == "presigned_put" else 0))
+    caller = Caller(lambda: upload(remote, threading.Event(), local))
+    wait_until(lambda: server.statistics()["requests"].get(route, 0) > 0)
+    remote.close()
+    # Before `close` returns: whoever closes a volume may end the process next.
+    assert server.statistics()["open_uploads"] == 0
+    caller.join()
+    assert isinstance(caller.error, Cancelled)
+    assert not (served / "file").exists()
+    assert server.statistics()["requests"]["abort_upload"] == 1
+    wait_until(lambda: threads_of_ours() == [])
+
+
+def test_a_volume_that_is_closed_aborts_what_is_only_begun(
+    remote: FilesApiVolume, server: LocalServer
+) -> None:
+    begun = remote.start_upload("begun")
+    begun.put_part(1, DATA)
+    writer = open_writer(remote, "written", part_bytes=1000)
+    writer.write(bytes(2500))
+    done = remote.start_upload("done")
+    done.put_part(1, b"content")
+    done.complete()
+    assert server.statistics()["open_uploads"] == 2
+    remote.close()
+    assert server.statistics()["open_uploads"] == 0
+    assert server.statistics()["requests"]["abort_upload"] == 2
+    with pytest.raises(VolumeError):
+        begun.put_part(2, DATA)
+    with pytest.raises(VolumeError):
+        writer.close()
+    begun.abort()
+    assert server.statistics()["requests"]["abort_upload"] == 2
+
+
+def test_a_volume_whose_store_is_silent_is_closed_within_the_time_a_person_waits(
+    remote: FilesApiVolume, server: LocalServer
+) -> None:
+    server.inject(Fault(route="abort_upload", latency_ms=60_000))
+    begun = [remote.start_upload(f"file-{number}") for number in range(8)]
+    caller = Caller(remote.close)
+    caller.join()
+    assert caller.error is None
+    assert len(begun) == 8
+    # The time is for all of them together; who would come after it is not waited for.
+    assert server.statistics()["requests"]["abort_upload"] == 1
+
+
 PROGRAM = """
 import sys
 from dataclasses import replace

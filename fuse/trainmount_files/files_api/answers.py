@@ -29,6 +29,7 @@ from trainmount_files.errors import (
     VolumeError,
 )
 from trainmount_files.redaction import one_line
+from trainmount_files.retry import RETRYABLE_STATUSES
 from trainmount_files.volume import ByteRange, FileStat
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "file_stat",
     "is_expired_url",
     "is_identity",
+    "is_passing",
     "json_object",
     "last_modified",
     "parse_object",
@@ -77,6 +79,20 @@ _MAKING: Final = frozenset({"put", "upload", "make directory", "rename"})
 
 _NOT_EMPTY_REASON: Final = "FILES_API_DIRECTORY_IS_NOT_EMPTY"
 
+_PASSING_TEXTS: Final = (
+    "ClusterNotReadyException",
+    "Please try again later or try a faster operation.",
+    "RPC token bucket limit has been exceeded",
+    "There is no worker environment with id",
+    "Unexpected error",
+    "Unknown worker environment",
+    "UnknownWorkerEnvironmentException",
+    "does not have any associated worker environments",
+)
+"""Messages of the service that mean "again" whatever the status; the only place where a text
+decides. The list is that of databricks-sdk 0.162.0, `_base_client.py`, `_is_retryable`.
+"""
+
 _XML_ERROR_BYTES: Final = 8192
 """Where an object store's error document must name its code."""
 
@@ -112,6 +128,17 @@ def error_of(
         # A redirect is not followed: it would carry the token to another host.
         kind = Unsupported if status < 400 else InvalidRequest if status < 500 else Unavailable
     return kind(operation, path, text)
+
+
+def is_passing(status: int, body: bytes) -> bool:
+    """Whether an error may pass: another try of the same request can succeed."""
+    if status in RETRYABLE_STATUSES:
+        return True
+    # What is at the path, or is not, does not depend on how busy the service is.
+    if status < 400 or status in (404, 409, 412):
+        return False
+    message = str(json_object(body).get("message", ""))
+    return any(text in message for text in _PASSING_TEXTS)
 
 
 def is_expired_url(status: int, body: bytes) -> bool:
@@ -242,10 +269,13 @@ def range_problem(
     """Why a successful answer is not `wanted` ("" where it is), and the whole file's size where it
     is told.
     """
-    if status != 206:
-        return f"asked for a range, the answer was HTTP {status} with something else", None
     if not is_identity(headers):
         return "the body was compressed on its way", None
+    if status == 200 and wanted.start == 0 and content_length(headers) == wanted.end:
+        # A server may ignore the header; then the whole file is the range.
+        return "", wanted.end
+    if status != 206:
+        return f"asked for a range, the answer was HTTP {status} with something else", None
     match = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", "").strip())
     if match is None:
         return "the answer does not say which range it is", None

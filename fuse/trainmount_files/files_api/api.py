@@ -15,10 +15,10 @@ from urllib.parse import quote, urlencode
 
 from trainmount_files.cancellation import Either
 from trainmount_files.errors import Cancelled, InvalidRequest, Unavailable, VolumeError
-from trainmount_files.files_api.answers import error_of, parse_object
+from trainmount_files.files_api.answers import error_of, is_passing, parse_object
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.files_api.transport import FileSlice, Reply, Transport, TransportError
-from trainmount_files.retry import RETRYABLE_STATUSES, Attempts, Cancellation, Clock, RetryPolicy
+from trainmount_files.retry import Attempts, Cancellation, Clock, RetryPolicy
 from trainmount_files.volume import Buffer
 
 __all__ = ["BodySource", "Call", "FilesApi", "Outcome", "encode_path", "failure_of"]
@@ -72,6 +72,8 @@ class Call:
     """A success without a JSON object is none: a proxy's page, a body that broke off. It is asked
     again.
     """
+    is_farewell: bool = False
+    """Sent though the volume is closed: it frees what the store has of us."""
     secret: str = ""
     """What the call carries that no message may repeat: an upload's token."""
 
@@ -111,13 +113,19 @@ class FilesApi:
         self._clock = clock
 
     def attempts(
-        self, cancel: Cancellation | None = None, within_seconds: float | None = None
+        self,
+        cancel: Cancellation | None = None,
+        within_seconds: float | None = None,
+        *,
+        is_farewell: bool = False,
     ) -> Attempts:
         """The tries of one request; `within_seconds` shortens the policy's deadline."""
         closed = self._transport.closed
         policy = self._retry
         if within_seconds is not None and within_seconds < policy.deadline_seconds:
             policy = replace(policy, deadline_seconds=within_seconds)
+        if is_farewell:
+            return Attempts(policy, cancel=cancel, clock=self._clock)
         # Who closes the volume has given up too.
         both = closed if cancel is None else Either(closed, cancel)
         return Attempts(policy, cancel=both, clock=self._clock)
@@ -151,7 +159,7 @@ class FilesApi:
         `body` is called once for each try. Never raises for what the server says: `Outcome.error`
         holds it. Raises what a body's file raises, Cancelled and Unauthenticated.
         """
-        attempts = self.attempts(cancel, within_seconds)
+        attempts = self.attempts(cancel, within_seconds, is_farewell=call.is_farewell)
         attempts.check_cancelled(call.operation, call.path)
         url = self.url(call.target, call.query, base=call.base)
         uncertain = False
@@ -159,7 +167,7 @@ class FilesApi:
         while True:
             authentication = self.credentials.headers()
             reply, error, retry_after, sent = self._once(call, url, authentication, body, cancel)
-            may_pass = reply is None or reply.status < 300 or reply.status in RETRYABLE_STATUSES
+            may_pass = reply is None or reply.status < 300 or is_passing(reply.status, reply.body)
             if error is None or not (may_pass and isinstance(error, Unavailable)):
                 if reply is not None and reply.status == 401 and not renewed:
                     # A token may have ended between two requests; its source then has a new one.
@@ -199,6 +207,7 @@ class FilesApi:
                 headers={**authentication, **(call.headers or {})},
                 body=body() if body is not None else None,
                 cancel=cancel,
+                is_farewell=call.is_farewell,
             )
         except TransportError as broken:
             error = failure_of(call.operation, call.path, broken)
@@ -210,7 +219,7 @@ class FilesApi:
             return reply, Unavailable(call.operation, call.path, reason), None, True
         token = authentication.get("Authorization", "").rpartition(" ")[2]
         error = error_of(call.operation, call.path, reply.status, reply.body, token, call.secret)
-        if reply.status in RETRYABLE_STATUSES and not isinstance(error, Unavailable):
+        if not isinstance(error, Unavailable) and is_passing(reply.status, reply.body):
             error = Unavailable(call.operation, call.path, error.reason)
         # A gateway that gave up waiting does not know what became of the request.
         unknown = reply.status in (500, 502, 504)

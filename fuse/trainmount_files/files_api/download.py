@@ -33,13 +33,14 @@ from trainmount_files.files_api.answers import (
     Version,
     error_of,
     is_expired_url,
+    is_passing,
     last_modified,
     range_problem,
 )
 from trainmount_files.files_api.api import FilesApi, encode_path, failure_of
 from trainmount_files.files_api.signed_urls import SignedUrl, SignedUrls
 from trainmount_files.files_api.transport import Answer, Transport, TransportError
-from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
+from trainmount_files.retry import Cancellation
 from trainmount_files.volume import ByteRange, Progress
 
 __all__ = ["Downloads", "FileTarget", "MemoryTarget", "Target"]
@@ -363,7 +364,7 @@ class Downloads:
                 return _Result(_Next.RAISE, _changed(path))
             reason = "the range reaches past the end of the file"
             return _Result(_Next.RAISE, InexactRange("read", path, reason))
-        if status in RETRYABLE_STATUSES:
+        if is_passing(status, body):
             failure = Unavailable("read", path, error.reason)
             return _Result(_Next.RETRY, failure, retry_after=answer.headers.get("Retry-After"))
         return _Result(_Next.RAISE if progress.direct else _Next.OTHER_WAY, error)

@@ -1,8 +1,7 @@
 """One upload of the Files API in numbered parts: initiate, signed URLs, parts, complete, abort.
 Made by `upload.py`.
 
-Nothing shows at the path before `complete`. The URL of each part is asked for when the part is
-sent, so that a slow upload never finds one expired before its use.
+Nothing shows at the path before `complete`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from trainmount_files.errors import (
 )
 from trainmount_files.files_api.answers import error_of, is_expired_url, json_object
 from trainmount_files.files_api.api import BodySource, Call, FilesApi, encode_path, failure_of
-from trainmount_files.files_api.signed_urls import SignedUrl, expire_time, parse_signed_url
+from trainmount_files.files_api.part_urls import PartUrls
+from trainmount_files.files_api.signed_urls import SignedUrl
 from trainmount_files.files_api.transport import Reply, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
 from trainmount_files.volume import Buffer, FileStat
@@ -42,6 +42,8 @@ _ABORT_SECONDS: Final = 15.0
 
 _HURRIED_ABORT_SECONDS: Final = 1.5
 """Where a person waits for it."""
+
+_POLL_SECONDS: Final = 0.05
 
 _CLOCK_SLACK_SECONDS: Final = 1
 """Modification times are cut to the second."""
@@ -62,12 +64,15 @@ class MultipartUpload:
         overwrite: bool,
         max_parts: int,
         max_part_bytes: int,
+        num_parts: int | None,
         url_lifetime_seconds: float,
         stat: Callable[[str], FileStat],
+        stored: Callable[[], FileStat],
         put_empty: Callable[[], FileStat],
         cancel: Cancellation | None = None,
     ) -> None:
-        """Begins the upload at the store. `remote_path` is the whole path, `/Volumes/...`.
+        """Begins the upload at the store. `remote_path` is the whole path, `/Volumes/...`;
+        `num_parts` None where it is not known yet.
 
         Raises:
             AlreadyExists: `overwrite=False` and something is at the path.
@@ -77,20 +82,31 @@ class MultipartUpload:
         self._api = api
         self._transport = transport
         self._path = path
-        self._remote_path = remote_path
         self._overwrite = overwrite
         self._max_parts = max_parts
         self._max_part_bytes = max_part_bytes
-        self._url_lifetime_seconds = url_lifetime_seconds
         self._stat = stat
+        self._stored = stored
         self._put_empty = put_empty
         self._cancel = cancel
         self._target = f"/files{encode_path('upload', remote_path)}"
         # part number -> (etag, size); guarded by the lock, as is `_is_open`.
         self._parts: dict[int, tuple[str, int]] = {}
         self._is_open = True
+        # Nothing is to be sent any more.
+        self._is_over = threading.Event()
         self._lock = threading.Lock()
         self._began_seconds, self._session_token = self._initiate()
+        self._urls = PartUrls(
+            api,
+            path=path,
+            remote_path=remote_path,
+            session_token=self._session_token,
+            max_parts=max_parts,
+            num_parts=num_parts,
+            lifetime_seconds=url_lifetime_seconds,
+            cancel=cancel,
+        )
 
     def __repr__(self) -> str:
         return f"MultipartUpload({self._path!r})"
@@ -139,19 +155,36 @@ class MultipartUpload:
         )
         listed = [{"part_number": number, "etag": etag} for number, (etag, _) in parts]
         outcome = self._api.call_json(call, {"parts": listed}, cancel=self._cancel)
-        result = self._settle(outcome.error, size_bytes, was_uncertain=outcome.was_uncertain)
+        found = None
+        if outcome.error is not None:
+            found = self._settle(outcome.error, size_bytes, was_uncertain=outcome.was_uncertain)
         with self._lock:
             self._is_open = False
-        return result
+        self._is_over.set()
+        return found if found is not None else self._stored()
 
     def abort(self, *, in_hurry: bool | None = None) -> None:
         """As `Upload.abort`; takes two seconds at most `in_hurry`, which a caller is who has
-        cancelled.
+        cancelled or closed the volume.
         """
+        if in_hurry is None:
+            in_hurry = self._api.attempts(self._cancel).is_cancelled
+        self.abort_within(TimeLimit(_HURRIED_ABORT_SECONDS if in_hurry else _ABORT_SECONDS))
+
+    def abort_within(self, limit: Cancellation) -> None:
+        """As `abort`, until `limit` is set; where another thread is at it, when that is done."""
         with self._lock:
-            if not self._is_open:
-                return
-            self._is_open = False
+            is_ours, self._is_open = self._is_open, False
+        if not is_ours:
+            while not self._is_over.wait(_POLL_SECONDS) and not limit.is_set():
+                pass
+            return
+        try:
+            self._abort(limit)
+        finally:
+            self._is_over.set()
+
+    def _abort(self, limit: Cancellation) -> None:
         call = Call(
             operation="abort upload",
             path=self._path,
@@ -163,10 +196,8 @@ class MultipartUpload:
                 "session_token": self._session_token,
             },
             secret=self._session_token,
+            is_farewell=True,
         )
-        if in_hurry is None:
-            in_hurry = self._cancel is not None and self._cancel.is_set()
-        limit = TimeLimit(_HURRIED_ABORT_SECONDS if in_hurry else _ABORT_SECONDS)
         try:
             error = self._api.call(call, cancel=limit).error
         except VolumeError as failure:
@@ -202,9 +233,11 @@ class MultipartUpload:
         """Store one part, again as the policy says; its etag."""
         attempts = self._api.attempts(self._cancel)
         renewals = 0
+        is_first = True
         while True:
             attempts.check_cancelled("upload", self._path)
-            signed = self._part_url(part_number)
+            signed = self._urls.take(part_number, anew=not is_first)
+            is_first = False
             error: VolumeError
             retry_after = None
             try:
@@ -237,38 +270,10 @@ class MultipartUpload:
         kind = Unavailable if reply.status in RETRYABLE_STATUSES else type(error)
         return kind("upload", self._path, f"part {part_number}: {error.reason}")
 
-    def _part_url(self, part_number: int) -> SignedUrl:
-        call = Call(
-            operation="upload",
-            path=self._path,
-            method="POST",
-            target="/create-upload-part-urls",
-            expects_json=True,
-            secret=self._session_token,
-        )
-        question = {
-            "path": self._remote_path,
-            "session_token": self._session_token,
-            "start_part_number": part_number,
-            "count": 1,
-            "expire_time": expire_time(self._url_lifetime_seconds),
-        }
-        reply = self._api.call_json(call, question, cancel=self._cancel).unwrap()
-        urls = json_object(reply.body).get("upload_part_urls")
-        first = urls[0] if isinstance(urls, list) and urls else None
-        signed = parse_signed_url(first)
-        if signed is None or not isinstance(first, dict):
-            raise Unavailable("upload", self._path, "the store gave no usable URL for a part")
-        if first.get("part_number", part_number) != part_number:
-            raise Unavailable("upload", self._path, "the store gave the URL of another part")
-        return signed
-
-    def _settle(
-        self, error: VolumeError | None, size_bytes: int, *, was_uncertain: bool
-    ) -> FileStat:
-        """The file after `complete`; an answer that was lost is settled by looking at the path."""
-        if error is None:
-            return self._stat(self._path)
+    def _settle(self, error: VolumeError, size_bytes: int, *, was_uncertain: bool) -> FileStat:
+        """The file after a failed `complete`, where only the answer was lost: that is settled by
+        looking at the path.
+        """
         if isinstance(error, AlreadyExists) and was_uncertain:
             reason = "the answer was lost, and something is at the path: this file or another"
             raise Unavailable("upload", self._path, reason)
@@ -286,6 +291,8 @@ class MultipartUpload:
 
     def _check_open(self) -> None:
         if not self._is_open:
+            # Where it was aborted because the volume was closed, that is what to say.
+            self._api.attempts(self._cancel).check_cancelled("upload", self._path)
             raise Unsupported("upload", self._path, "the upload is complete or aborted")
 
 

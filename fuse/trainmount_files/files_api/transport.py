@@ -250,16 +250,20 @@ class Transport:
         headers: Mapping[str, str],
         body: Buffer | FileSlice | None = None,
         cancel: Cancellation | None = None,
+        is_farewell: bool = False,
     ) -> Reply:
         """Send a request and read its whole answer; of an error's body the start.
 
-        It breaks off as soon as `cancel` is set, or the transport is closed.
+        It breaks off as soon as `cancel` is set, or the transport is closed; a farewell is sent
+        after that too.
 
         Raises:
             TransportError: no whole answer came.
             VolumeError: what `FileSlice` raises.
         """
-        with self.open(method, url, headers=headers, body=body, cancel=cancel) as answer:
+        with self.open(
+            method, url, headers=headers, body=body, cancel=cancel, is_farewell=is_farewell
+        ) as answer:
             content = answer.read_small() if answer.status < 300 else answer.read_error()
             return Reply(answer.status, answer.headers, content)
 
@@ -272,6 +276,7 @@ class Transport:
         headers: Mapping[str, str],
         body: Buffer | FileSlice | None = None,
         cancel: Cancellation | None = None,
+        is_farewell: bool = False,
     ) -> Iterator[Answer]:
         """Send a request; the body of the answer is read inside the `with`.
 
@@ -281,6 +286,9 @@ class Transport:
         in_flight = self._in_flight.get()
         exchange = in_flight.begin(cancel)
         try:
+            # After `begin`: who closes sees the request, or is seen.
+            if self.closed.is_set() and not is_farewell:
+                raise TransportError("the volume was closed", was_sent=False, was_closed=True)
             response = self._send(method, url, headers, body)
         except BaseException:
             in_flight.end(exchange)
@@ -294,16 +302,20 @@ class Transport:
         finally:
             # Before the connection may serve another request, which must not be cut.
             in_flight.end(exchange)
-            if exchange.was_cut or not answer.was_read:
+            if exchange.was_cut or not answer.was_read or self.closed.is_set():
                 response.close()
             response.release_conn()
 
-    def close(self) -> None:
-        """Break off what is under way and free the connections."""
+    def interrupt(self) -> None:
+        """Break off what is under way, and send nothing more but farewells."""
         self.closed.set()
         in_flight = self._in_flight.peek()
         if in_flight is not None:
             in_flight.cut_all()
+
+    def close(self) -> None:
+        """Break off what is under way and free the connections."""
+        self.interrupt()
         pools = self._managers.peek()
         if pools is not None:
             pools.clear()
@@ -327,8 +339,6 @@ class Transport:
             complete["Content-Length"] = str(size)
         elif method in ("PUT", "POST", "DELETE"):
             complete["Content-Length"] = "0"
-        if self.closed.is_set():
-            raise TransportError("the volume was closed", was_sent=False, was_closed=True)
         try:
             with quiet_urls():
                 sender, target = self._managers.get().of(url)

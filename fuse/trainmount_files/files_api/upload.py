@@ -10,12 +10,14 @@ Whatever fails, the path keeps its old content or none.
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import BinaryIO, Final
 
-from trainmount_files.cancellation import LinkedEvent
+from trainmount_files.cancellation import LinkedEvent, TimeLimit
 from trainmount_files.errors import (
     AlreadyExists,
     Cancelled,
@@ -42,6 +44,9 @@ _REFUSALS: Final = (InvalidRequest, NotFound, PermissionDenied, Unsupported)
 tells the truth.
 """
 
+
+_HURRY_SECONDS: Final = 1.5
+"""For all aborts together when a volume is closed, where a person waits."""
 
 _AT_ONCE_BYTES: Final = 64 << 10
 """Files up to this size are read before they are sent."""
@@ -78,6 +83,9 @@ class Uploads:
         self._root = root
         self._options = options
         self._stat = stat
+        # Guarded by the lock.
+        self._begun: weakref.WeakSet[MultipartUpload] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     def put(
         self, path: str, data: Buffer, *, overwrite: bool, want_version: bool = True
@@ -85,7 +93,7 @@ class Uploads:
         """Store a whole buffer, as `Volume.put` says."""
         size_bytes = memoryview(data).nbytes
         self._put("put", path, size_bytes, lambda: data, overwrite=overwrite, cancel=None)
-        return self._stored(path, size_bytes, want_version)
+        return self._after_put("put", path, size_bytes, want_version)
 
     def upload(
         self,
@@ -129,13 +137,18 @@ class Uploads:
         self._put("upload", path, size_bytes, whole, overwrite=overwrite, cancel=cancel)
         if progress is not None:
             progress(size_bytes)
-        return self._stored(path, size_bytes, want_version)
+        return self._after_put("upload", path, size_bytes, want_version)
 
     def start(
-        self, path: str, *, overwrite: bool, cancel: Cancellation | None = None
+        self,
+        path: str,
+        *,
+        overwrite: bool,
+        cancel: Cancellation | None = None,
+        num_parts: int | None = None,
     ) -> MultipartUpload:
-        """Begin an upload in parts."""
-        return MultipartUpload(
+        """Begin an upload in parts; `num_parts` where it is known how many there will be."""
+        upload = MultipartUpload(
             self._api,
             self._transport,
             path=path,
@@ -143,11 +156,24 @@ class Uploads:
             overwrite=overwrite,
             max_parts=self._options.max_parts,
             max_part_bytes=self._options.max_part_bytes,
+            num_parts=num_parts,
             url_lifetime_seconds=self._options.url_lifetime_seconds,
             stat=self._stat,
+            stored=lambda: self._stored("upload", path),
             put_empty=lambda: self.put(path, b"", overwrite=overwrite),
             cancel=cancel,
         )
+        with self._lock:
+            self._begun.add(upload)
+        return upload
+
+    def abort_all(self) -> None:
+        """Give up what is neither complete nor aborted; for an end in a hurry."""
+        with self._lock:
+            begun = list(self._begun)
+        limit = TimeLimit(_HURRY_SECONDS)
+        for upload in begun:
+            upload.abort_within(limit)
 
     def _put(
         self,
@@ -178,11 +204,22 @@ class Uploads:
             raise Unavailable(operation, path, reason)
         outcome.unwrap()
 
-    def _stored(self, path: str, size_bytes: int, want_version: bool) -> FileStat:
+    def _after_put(
+        self, operation: str, path: str, size_bytes: int, want_version: bool
+    ) -> FileStat:
         """The file after a PUT, whose answer tells nothing of it."""
         if want_version:
-            return self._stat(path)
+            return self._stored(operation, path)
         return FileStat(path, is_directory=False, size_bytes=size_bytes)
+
+    def _stored(self, operation: str, path: str) -> FileStat:
+        """A file that was just stored. Where that cannot be asked, the error says that it is."""
+        try:
+            return self._stat(path)
+        except VolumeError as error:
+            reason = f"the file is stored, but its version cannot be had: {error.reason}"
+            failure = type(error)(operation, path, reason)
+        raise failure
 
     def _in_parts(
         self,
@@ -197,8 +234,9 @@ class Uploads:
         part_bytes = part_size_for(path, size_bytes, self._options)
         may_fall_back = size_bytes <= self._options.max_put_bytes
         stop = LinkedEvent(cancel)
+        num_parts = -(-size_bytes // part_bytes)
         try:
-            upload = self.start(path, overwrite=overwrite, cancel=stop)
+            upload = self.start(path, overwrite=overwrite, cancel=stop, num_parts=num_parts)
         except _REFUSALS as refusal:
             if may_fall_back:
                 return None

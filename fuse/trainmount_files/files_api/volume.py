@@ -279,9 +279,14 @@ class FilesApiVolume:
         outcome.unwrap()
 
     def close(self) -> None:
+        """See `Volume.close`. Uploads that are still open are aborted, which takes two seconds at
+        most.
+        """
         self._closed = True
         process = self._process.peek()
         if process is not None:
+            process.transport.interrupt()
+            process.uploads.abort_all()
             process.transport.close()
 
     def _connect(self) -> _Process:
