@@ -190,6 +190,18 @@ def test_each_token_is_told_who_it_is_and_what_it_may(ask: Ask) -> None:
     assert ask(READER, "GET", f"{target}?principal=writer").status == 403
 
 
+def test_what_is_granted_on_one_volume_is_not_granted_on_its_catalog(ask: Ask) -> None:
+    def privileges(token: str, kind: str, name: str) -> list[str]:
+        target = f"/api/2.1/unity-catalog/effective-permissions/{kind}/{name}"
+        [assignment] = ask(token, "GET", target).json()["privilege_assignments"]
+        return [entry["privilege"] for entry in assignment["privileges"]]
+
+    for token in (READER, WRITE_ONLY):
+        assert privileges(token, "catalog", "main") == ["USE_CATALOG"]
+        assert privileges(token, "schema", "main.default") == ["USE_CATALOG", "USE_SCHEMA"]
+    assert privileges(WRITER, "catalog", "main") == ["USE_CATALOG", "READ_VOLUME"]
+
+
 def test_the_admin_routes_are_for_full_rights(ask: Ask) -> None:
     assert ask(WRITER, "GET", "/admin/statistics").status == 403
     assert ask(WRITER, "PUT", "/admin/faults", json={"faults": []}).status == 403

@@ -184,8 +184,6 @@ def test_nothing_outside_of_the_directory_is_reached(
     (served / VOLUME / "linked").symlink_to(outside)
     for base in (FILES, DIRECTORIES):
         for method in ("GET", "HEAD", "PUT", "DELETE"):
-            if base == FILES and method == "PUT" and path == "/link":
-                continue  # replaces the link itself, as rename does; checked below
             head = f"{method} {base}{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
             request = f"{head}Authorization: Bearer {TOKEN}\r\nContent-Length: 1\r\n\r\nx"
             answer = raw_exchange(server, request.encode(), half_close=False)
@@ -196,16 +194,18 @@ def test_nothing_outside_of_the_directory_is_reached(
     assert not (outside / "new").exists()
 
 
-def test_a_put_on_a_link_replaces_the_link_and_not_what_it_points_to(
-    http: Http, served: Path, tmp_path: Path
-) -> None:
+def test_a_put_replaces_neither_a_link_nor_a_pipe(http: Http, served: Path, tmp_path: Path) -> None:
     (tmp_path / "target").write_text("outside")
     (served / VOLUME / "link").symlink_to(tmp_path / "target")
+    os.mkfifo(served / VOLUME / "pipe")
 
-    http("PUT", f"{FILES}/link", body=b"inside")
+    for name in ("link", "pipe"):
+        answer = http("PUT", f"{FILES}/{name}", body=b"inside")
+        assert (answer.status, answer.json()["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
 
     assert (tmp_path / "target").read_text() == "outside"
-    assert http("GET", f"{FILES}/link").data == b"inside"
+    assert (served / VOLUME / "link").is_symlink()
+    assert (served / VOLUME / "pipe").is_fifo()
 
 
 def test_of_many_exclusive_writers_exactly_one_wins(http: Http) -> None:

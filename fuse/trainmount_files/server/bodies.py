@@ -191,8 +191,14 @@ async def _chunks(call: Call) -> AsyncIterator[bytes]:
     if not call.request.can_read_body:
         # All requests without a body share one stream, whose chunks never end the second time.
         return
+    content = call.request.content
+    if call.request.content_length is None:
+        # Its own chunks may be of a byte each, and each would cost a turn of the event loop.
+        async for chunk in content.iter_any():
+            yield chunk
+        return
     # Not `iter_any`, which copies what it has into one piece.
-    async for chunk, _is_end in call.request.content.iter_chunks():
+    async for chunk, _is_end in content.iter_chunks():
         yield chunk
 
 

@@ -90,6 +90,8 @@ async def send_by_writes(
             break
         await response.write(piece)
         offset += len(piece)
+        # A client that takes all at once lets none of the two wait, and others must have a turn.
+        await asyncio.sleep(0)
         await pace.spend(len(piece))
     if offset != span.end:
         _hang_up(call)

@@ -258,7 +258,7 @@ class Service:
     def _authenticate(self, request: web.BaseRequest) -> Caller:
         given = request.headers.get("Authorization", "")
         scheme, _, token = given.partition(" ")
-        caller = self._callers.find(token) if scheme == "Bearer" and token else None
+        caller = self._callers.find(token) if scheme.lower() == "bearer" and token else None
         if caller is None:
             message = "The token is not valid." if given else "The token is missing."
             raise ApiError(401, "UNAUTHENTICATED", message)

@@ -199,7 +199,7 @@ class DirectoryStore:
                 with contextlib.suppress(FileNotFoundError), self._new_parent(path) as fd:
                     with self._staging.locked(str(path)):
                         _require(conditions, fd, path)
-                        _come_after(temporary, fd, path.names[-1])
+                        _come_after(temporary, fd, path)
                         self._link(temporary, fd, path, overwrite=overwrite)
                     self._staging.sync(fd)
                     return file_info(os.fstat(temporary.fd))
@@ -372,14 +372,20 @@ class DirectoryStore:
             raise _name_error(error, path) from error
 
 
-def _come_after(temporary: Temporary, fd: int, name: str) -> None:
+def _come_after(temporary: Temporary, fd: int, path: VolumePath) -> None:
     """See to it that a file is not older than the one it replaces, should the clock have been put
     back or that one be from another clock.
+
+    Raises:
+        ApiError: 400, it would replace a link or the like, which nobody sees through the API.
     """
     try:
-        replaced_ns = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns
+        status = os.stat(path.names[-1], dir_fd=fd, follow_symlinks=False)
     except OSError:
         return
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise invalid(f"What is at the path is no file: {path}")
+    replaced_ns = status.st_mtime_ns
     # A second is what `Last-Modified` can tell apart.
     if replaced_ns // _SECOND_NS > os.fstat(temporary.fd).st_mtime_ns // _SECOND_NS:
         os.utime(temporary.fd, ns=(replaced_ns + _SECOND_NS, replaced_ns + _SECOND_NS))
