@@ -11,7 +11,8 @@ import pickle
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ def by_profile(
     return VolumesFileSystem(profile="training")
 
 
+@pytest.fixture
+def own_forkserver() -> Iterator[None]:
+    """The server of forks is one for the whole process and keeps the environment it began with: an
+    earlier test's, which knows no server of ours.
+    """
+    # As CPython's own tests end it.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("own_forkserver")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("source", ["by_environment", "explicit"])

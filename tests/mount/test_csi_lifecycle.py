@@ -349,7 +349,8 @@ def test_a_wrong_token_and_a_missing_volume_are_one_clear_line_before_any_mount(
         (wrong, source, code.UNAUTHENTICATED, "does not take the token"),
         (volumes.secrets, missing, code.NOT_FOUND, f"{missing} at http://127.0.0.1"),
         ({}, source, code.INVALID_ARGUMENT, "nodePublishSecretRef"),
-        (volumes.secrets, "s3:/nowhere", code.INVALID_ARGUMENT, "must be /Volumes/"),
+        (volumes.secrets, "s3:/nowhere", code.INVALID_ARGUMENT, "must be s3://bucket"),
+        (volumes.secrets, "ftp://nowhere", code.INVALID_ARGUMENT, "must be /Volumes["),
     ):
         with pytest.raises(grpc.RpcError) as caught:
             plugin.publish(target, name, secrets=secrets)
