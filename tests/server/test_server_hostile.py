@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -225,6 +226,40 @@ def test_a_request_that_is_no_http_leaves_no_secret_in_the_log(
     assert "the-secret" not in caplog.text
 
 
+@pytest.mark.parametrize("other", [f"{VOLUME}/other", "main/default/theirs/file"])
+def test_an_upload_is_nobodys_by_another_path(http: Http, served: Path, other: str) -> None:
+    (served / "main/default/theirs").mkdir()
+    token = initiate(http)
+    part = put_part(http, token, b"content")
+    query = f"upload_type=multipart&session_token={token}"
+    theirs = f"/api/2.0/fs/files/Volumes/{other}"
+    body = {"path": f"/Volumes/{other}", "session_token": token, "start_part_number": 1, "count": 1}
+
+    for answer in (
+        http("PUT", f"{theirs}?{query}&part_number=1", body=b"evil"),
+        http("POST", f"{theirs}?action=complete-upload&{query}", json={"parts": [part]}),
+        http("POST", f"{theirs}?action=abort-upload&{query}"),
+        http("POST", "/api/2.0/fs/create-upload-part-urls", json=body),
+        http("POST", "/api/2.0/fs/create-abort-upload-url", json=body),
+        http("POST", "/api/2.0/fs/create-resumable-upload-url", json=body),
+    ):
+        assert (answer.status, answer.json()["error_code"]) == (404, "NOT_FOUND")
+
+    assert complete(http, token, {"parts": [part]}).status == 200
+    assert http("GET", f"{FILES}/file").data == b"content"
+
+
+def test_completes_at_once_are_one(http: Http) -> None:
+    for number in range(10):
+        token = initiate(http)
+        content = bytes([number]) * (1 << 20)
+        parts = {"parts": [put_part(http, token, content)]}
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: complete(http, token, parts), range(8)))  # noqa: B023
+        assert [answer.status for answer in answers] == [200] * 8
+        assert http("GET", f"{FILES}/file").data == content
+
+
 def test_a_part_of_no_upload_is_refused_before_its_bytes_come(
     server: LocalServer, http: Http
 ) -> None:
@@ -364,6 +399,24 @@ def test_a_complete_that_could_not_be_remembered_is_answered_again(
     http("PUT", f"{FILES}/file", body=b"of another writer")
     assert complete(http, token, parts).status == 200
     assert http("GET", f"{FILES}/file").data == b"of another writer"
+
+
+def test_a_server_that_stops_in_the_middle_of_an_upload_leaves_nothing(
+    served: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ServerSettings(directory=served, token=TOKEN, volumes=("main.default.data",))
+    with LocalServer(settings) as server:
+        wire = Wire(server.url)
+        head = f"PUT {FILES}/file HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+        wire.socket.sendall(f"{head}Content-Length: 5000000\r\n\r\n".encode() + bytes(3_000_000))
+        while not server.statistics()["staged_bytes"]:
+            time.sleep(0.01)
+    with wire:
+        links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+        assert [link for link in links if str(served) in link] == []
+    assert list((served / ".trainmount" / "temporary").iterdir()) == []
+    assert list((served / VOLUME).iterdir()) == []
+    assert caplog.records == []
 
 
 def test_a_server_out_of_descriptors_says_so_and_recovers(

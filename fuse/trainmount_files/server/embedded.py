@@ -142,7 +142,8 @@ async def _listen(
         # What a client calls compressed is a file like any other.
         auto_decompress=False,
     )
-    runner = web.ServerRunner(server, shutdown_timeout=_STOP_SECONDS)
+    # It waits for as long once to let requests end and once more when it has cancelled them.
+    runner = web.ServerRunner(server, shutdown_timeout=_STOP_SECONDS / 2)
     await runner.setup()
     tls = _tls_context(settings)
     if tls is not None:
