@@ -9,7 +9,6 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 
 import pytest
 from tests.files.conftest import OPTIONS, ROOT, TOKEN, MakeVolume, Request, Scripted
@@ -311,24 +310,6 @@ def test_eight_threads_renew_an_expired_url_with_one_request(scripted: MakeVolum
     volume.close()
     assert wrong == []
     assert len(server.asked("POST", "/api/2.0/fs/create-download-url")) == 2
-
-
-def test_urls_that_live_two_seconds_are_renewed_once_each_time(
-    server: LocalServer, remote: FilesApiVolume
-) -> None:
-    remote.put("file", DATA)
-    options = replace(OPTIONS, url_lifetime_seconds=2)
-    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), options)
-    began = monotonic()
-    renewed = 0
-    while renewed < 3 and monotonic() < began + 60:
-        assert read(volume, 5, 50) == DATA[5:50]
-        renewed = server.statistics()["requests"]["create_download_url"]
-    volume.close()
-    assert renewed == 3
-    # Two URLs were used up. Their time is told in whole seconds, and they are renewed a little
-    # early, so each lived for more than half a second of its two.
-    assert monotonic() - began > 1
 
 
 def test_a_signed_url_that_always_is_expired_is_given_up(

@@ -9,13 +9,18 @@ import random
 import tarfile
 import threading
 import zipfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.files.conftest import MakeVolume, Request, Scripted
+from tests.files.test_files_api_downloads import MODIFIED_SECONDS, cut, exact, range_of
 
 from trainmount_files import (
     ByteRange,
     Cancelled,
+    FileStat,
     InexactRange,
     IsADirectory,
     NotFound,
@@ -26,7 +31,7 @@ from trainmount_files import (
 from trainmount_files.files_api import FilesApiVolume
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
-from trainmount_files.transfer import VolumeReader, iterate, open_reader, open_writer
+from trainmount_files.transfer import VolumeReader, download_file, iterate, open_reader, open_writer
 
 DATA = random.Random(7).randbytes(300_000)
 BLOCK = 16 << 10
@@ -256,3 +261,55 @@ def test_a_forked_child_reads_on_with_connections_of_its_own(remote: FilesApiVol
 def test_sizes_of_nothing_are_refused(stored: Volume, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         list(iterate(stored, "file", **{name: 0}))  # type: ignore[arg-type]
+
+
+def by_iterate(volume: Volume, known: FileStat, _: Path) -> bytes:
+    return b"".join(iterate(volume, "file", known=known, block_bytes=BLOCK, read_ahead=2))
+
+
+def by_reader(volume: Volume, known: FileStat, _: Path) -> bytes:
+    with open_reader(volume, "file", known=known, block_bytes=BLOCK) as reader:
+        return reader.read()
+
+
+def by_download(volume: Volume, known: FileStat, directory: Path) -> bytes:
+    target = directory / "downloaded"
+    download_file(volume, "file", target, known=known, range_bytes=BLOCK, parallelism=3)
+    return target.read_bytes()
+
+
+@pytest.mark.parametrize("fetch", [by_iterate, by_reader, by_download])
+def test_bodies_cut_at_growing_offsets_and_a_shifted_one_come_to_the_files_bytes(
+    scripted: MakeVolume, tmp_path: Path, fetch: Callable[[Volume, FileStat, Path], bytes]
+) -> None:
+    lock = threading.Lock()
+    cuts = [1000 * number for number in range(1, 12)]
+    shifted = 0
+
+    def script(request: Request) -> Scripted:
+        nonlocal shifted
+        answer = exact(request, DATA)
+        with lock:
+            start, end = range_of(request)
+            if not shifted and start >= 4096:
+                shifted = start
+                headers = {"Content-Range": f"bytes {start - 4096}-{end - 4097}/{len(DATA)}"}
+                return replace(answer, headers=headers, body=DATA[start - 4096 : end - 4096])
+            if cuts:
+                return cut(answer, cuts.pop(0))
+        return answer
+
+    server, volume = scripted(script)
+    known = FileStat(
+        "file",
+        is_directory=False,
+        size_bytes=len(DATA),
+        mtime_ns=MODIFIED_SECONDS * 10**9,
+        version=f"{len(DATA)}-{MODIFIED_SECONDS}",
+    )
+    assert fetch(volume, known, tmp_path) == DATA
+    assert cuts == []
+    asked = [range_of(request) for request in server.requests]
+    # What was shifted is asked for again as it was, and nothing else that had arrived.
+    assert [start for start, _ in asked].count(shifted) == 2
+    assert len(set(asked)) == len(asked) - 1
