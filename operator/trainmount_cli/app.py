@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Final
+from errno import EBADF, EDQUOT, EIO, ENOSPC
+from typing import Any, Final
 
 try:
     import typer
+    from typer.core import TyperGroup
 except ModuleNotFoundError:
     # The command is on the path after a plain install too.
     sys.exit("trainmount: the command line needs its extra: pip install 'trainmount[cli]'")
@@ -20,7 +22,7 @@ except ModuleNotFoundError:
 from trainmount_cli.cancel import cancel
 from trainmount_cli.cp import cp
 from trainmount_cli.doctor import doctor
-from trainmount_cli.errors import CliError
+from trainmount_cli.errors import EXIT_FAILED, CliError
 from trainmount_cli.get import get
 from trainmount_cli.list_runs import list_runs
 from trainmount_cli.logs import logs
@@ -41,8 +43,40 @@ _PASS_THROUGH: Final = {
     "help_option_names": [],
 }
 
+_OUTPUT_ERRORS: Final = (ENOSPC, EDQUOT, EIO, EBADF)
+
+
+class _Commands(TyperGroup):
+    """All commands. What goes wrong with standard output is dealt with here, before typer makes a
+    failure of a reader that has had enough.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Whoever read has read enough; Python must not complain when it flushes at exit.
+            _forget_output()
+            sys.exit(0)
+        except OSError as error:
+            # One without a name is of a descriptor.
+            if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+                raise
+            _forget_output()
+            reason = (error.strerror or "failed").lower()
+            print(f"trainmount: standard output cannot be written: {reason}", file=sys.stderr)
+            sys.exit(EXIT_FAILED)
+        return result
+
+
+def _forget_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 app = typer.Typer(
     name="trainmount",
+    cls=_Commands,
     help="Distributed training over Unity Catalog volumes, on a cluster or on this machine.",
     no_args_is_help=True,
     add_completion=False,
@@ -66,12 +100,12 @@ app.command("doctor")(doctor)
 
 def main() -> None:
     """Run one command and exit."""
+    for name in ("stdout", "stderr"):
+        # A shell may have closed it (`>&-`).
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
     try:
         app()
     except CliError as error:
         print_error(error)
         sys.exit(error.exit_status)
-    except BrokenPipeError:
-        # Whoever read has read enough; Python must not complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)

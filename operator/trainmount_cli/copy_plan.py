@@ -109,6 +109,9 @@ def _origin(source: Location, destination: Location, volumes: Volumes) -> Place:
     if not source.text.startswith("file:"):
         raise InvalidRequest("copy", source.text, "both are on this machine; that is for cp(1)")
     inside, outside = destination.local_path.resolve(), source.local_path.resolve()
+    if inside == outside:
+        reason = "source and destination are the same"
+        raise InvalidRequest("copy", source.text, reason)
     if inside.is_relative_to(outside):
         raise InvalidRequest("copy", source.text, "the destination is inside the source")
     return VolumePlace(*volumes.of(source))

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from trainmount_cli.errors import EXIT_FAILED, CliError
-from trainmount_cli.options import OutputOption
+from trainmount_cli.options import ChunkOption, OutputOption, ProfileOption, number_of_bytes
 from trainmount_cli.output import Output, print_data, select
 
 if TYPE_CHECKING:
+    from trainmount_cli.copy_plan import PlannedCopy
     from trainmount_cli.locations import Location, Volumes
     from trainmount_cli.transfers import Part
     from trainmount_files.trees import CopyOptions
@@ -46,6 +47,8 @@ def cp(
         bool, typer.Option("--fail-fast", help="Start no file after the first that failed.")
     ] = False,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=64, help="Files at once.")] = 8,
+    profile: ProfileOption = None,
+    chunk_above: ChunkOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Copy files and directories to, from and between volumes.
@@ -62,7 +65,8 @@ def cp(
     options = CopyOptions(
         parallelism=jobs, overwrite=not no_clobber, fail_fast=fail_fast, follow_links=follow
     )
-    with interruptible("cp"), Volumes() as volumes:
+    chunks = number_of_bytes("--chunk-above", chunk_above)
+    with interruptible("cp"), Volumes(profile=profile, chunk_above_bytes=chunks) as volumes:
         if _STREAM in paths:
             status = _stream(paths, volumes, options, output)
         else:
@@ -89,7 +93,10 @@ def _copy(
 
     planned = plan_copies(sources, destination, volumes, recursive=recursive)
     reports = [Report() for _ in planned]
-    parts = [Part(copy.source, report) for copy, report in zip(planned, reports, strict=True)]
+    parts = [
+        Part(copy.source, report, _local_target(copy))
+        for copy, report in zip(planned, reports, strict=True)
+    ]
     with showing_progress("copied", parts):
         for copy, report in zip(planned, reports, strict=True):
             if isinstance(copy.problem, VolumeError):
@@ -106,15 +113,23 @@ def _copy(
     failures = failures_of(parts)
     if len(planned) == 1 and [failure.path for failure in reports[0].failures] == [""]:
         # Nothing could begin: that is the command's own error, not one file's.
-        raise as_cli_error(planned[0].source, reports[0].failures[0].error)
+        problem = as_cli_error(planned[0].source, reports[0].failures[0].error)
+        problem.message = f"{planned[0].source.text}: {failures[0]['message']}"
+        raise problem
     _print_result(parts, failures, output)
     if output is Output.JSON:
         return EXIT_FAILED if failures else 0
     return print_failures(failures)
 
 
+def _local_target(copy: PlannedCopy) -> str:
+    from trainmount_files.trees import LocalPlace
+
+    return str(copy.target.path) if isinstance(copy.target, LocalPlace) else ""
+
+
 def _print_result(parts: Sequence[Part], failures: list[dict[str, str]], output: Output) -> None:
-    from trainmount_cli.transfers import printable, size_text
+    from trainmount_cli.transfers import files_text, printable, size_text
 
     num_files = sum(part.report.num_done for part in parts)
     num_bytes = sum(part.report.num_bytes for part in parts)
@@ -131,7 +146,7 @@ def _print_result(parts: Sequence[Part], failures: list[dict[str, str]], output:
         print(
             f"trainmount: {printable(entry['path'])}: skipped: {entry['reason']}", file=sys.stderr
         )
-    text = f"{num_files:,} files copied, {size_text(num_bytes)}"
+    text = f"{files_text(num_files)} copied, {size_text(num_bytes)}"
     if failures:
         text += f"; {len(failures):,} failed"
     if skipped:

@@ -31,9 +31,16 @@ from trainmount_files import (
     open_volume,
 )
 
-__all__ = ["Location", "Volumes", "as_cli_error", "parse_location"]
+__all__ = ["Location", "Volumes", "as_cli_error", "parse_location", "reason_of"]
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://")
+
+_BUCKETS: Final = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss")
+
+_PLACES: Final = (
+    "/Volumes/CATALOG/SCHEMA/VOLUME/..., s3://BUCKET/..., gs://..., az://..., file:///DIRECTORY "
+    "or a path of this machine"
+)
 
 _CODES: Final[dict[type[VolumeError], str]] = {
     NotFound: "NOT_FOUND",
@@ -45,6 +52,15 @@ _CODES: Final[dict[type[VolumeError], str]] = {
     NotADirectory: "CONFLICT",
     Unavailable: "INTERNAL_ERROR",
 }
+
+
+_PLAIN: Final[dict[type[VolumeError], str]] = {
+    NotFound: "no such file or directory",
+    PermissionDenied: "you may not do this",
+    Unauthenticated: "the host does not take the token",
+    InvalidRequest: "the store refuses this; is a name too long, or has it odd characters?",
+}
+"""For an answer of which only the status is known: one to HEAD has no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +119,8 @@ def parse_location(text: str) -> Location:
     scheme = _SCHEME.match(text)
     if scheme is not None:
         place, _, path = text[scheme.end() :].partition("/")
+        if scheme[0].removesuffix("://") not in _BUCKETS:
+            raise CliError(f"{text}: must be {_PLACES}")
         if not place:
             raise CliError(f"{text}: must name a bucket")
         return Location(text, scheme[0] + place, path.rstrip("/"), path.endswith("/") or not path)
@@ -127,7 +145,10 @@ def _of_machine(text: str, path: str) -> Location:
 class Volumes:
     """The volumes of one command, each opened once; closed at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, profile: str | None = None, chunk_above_bytes: int | None = None) -> None:
+        """As in `open_volume`; what is on this machine is never in chunks."""
+        self._profile = profile
+        self._chunk_above_bytes = chunk_above_bytes
         self._open: dict[str, Volume] = {}
 
     def __enter__(self) -> Volumes:
@@ -155,7 +176,10 @@ class Volumes:
     def _get(self, url: str) -> Volume:
         volume = self._open.get(url)
         if volume is None:
-            volume = self._open[url] = open_volume(url)
+            chunks = None if url.startswith("file:") else self._chunk_above_bytes
+            volume = self._open[url] = open_volume(
+                url, profile=self._profile, chunk_above_bytes=chunks
+            )
         return volume
 
 
@@ -164,4 +188,12 @@ def as_cli_error(location: Location, error: VolumeError) -> CliError:
     is_usage = isinstance(error, InvalidRequest)
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), "INVALID_ARGS")
     status = EXIT_USAGE if is_usage else EXIT_FAILED
-    return CliError(f"{location.text}: {error.reason}", code=code, exit_status=status)
+    return CliError(f"{location.text}: {reason_of(error)}", code=code, exit_status=status)
+
+
+def reason_of(error: VolumeError) -> str:
+    """What went wrong, in words."""
+    if re.fullmatch(r"HTTP \d+", error.reason) is None:
+        return error.reason
+    words = next((text for kind, text in _PLAIN.items() if isinstance(error, kind)), "failed")
+    return f"{words} ({error.reason})"

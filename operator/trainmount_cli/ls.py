@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainmount_cli.errors import EXIT_FAILED
-from trainmount_cli.options import OutputOption
+from trainmount_cli.options import ChunkOption, OutputOption, ProfileOption, number_of_bytes
 from trainmount_cli.output import Output, print_data, select
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ __all__ = ["ls"]
 
 
 def ls(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH")],
     recursive: Annotated[
         bool, typer.Option("--recursive", "-r", "-R", help="All that is below, too.")
     ] = False,
     long: Annotated[bool, typer.Option("--long", "-l", help="With size and time.")] = False,
+    profile: ProfileOption = None,
+    chunk_above: ChunkOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List directories of volumes, in the store's order; directories end in a slash.
@@ -33,7 +35,7 @@ def ls(
     Exit status: 0 all listed, 1 some or all failed, 2 wrong arguments, 130 interrupted.
     """
     select(output)
-    from trainmount_cli.locations import Volumes, as_cli_error, parse_location
+    from trainmount_cli.locations import Volumes, as_cli_error, parse_location, reason_of
     from trainmount_cli.transfers import interruptible, print_failures
     from trainmount_files import VolumeError
 
@@ -43,7 +45,8 @@ def ls(
     if output is Output.TEXT:
         # What is piped on must be the name's own bytes.
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-    with interruptible("ls"), Volumes() as volumes:
+    chunks = number_of_bytes("--chunk-above", chunk_above)
+    with interruptible("ls"), Volumes(profile=profile, chunk_above_bytes=chunks) as volumes:
         for location in locations:
             try:
                 listing.head(location)
@@ -53,7 +56,7 @@ def ls(
                 problem = as_cli_error(location, error)
                 if len(locations) == 1 and not listing.entries:
                     raise problem from None
-                failure = {"path": location.text, "code": problem.code, "message": error.reason}
+                failure = {"path": location.text, "code": problem.code, "message": reason_of(error)}
                 failures.append(failure)
     if output is Output.JSON:
         print_data({"entries": listing.entries, "failed": failures})

@@ -7,21 +7,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainmount_cli.errors import EXIT_FAILED
-from trainmount_cli.options import OutputOption
+from trainmount_cli.options import ChunkOption, OutputOption, ProfileOption, number_of_bytes
 from trainmount_cli.output import Output, print_data, select
 
 if TYPE_CHECKING:
     from trainmount_cli.locations import Location, Volumes
+    from trainmount_files import Volume
 
 __all__ = ["mkdir"]
 
 
 def mkdir(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH")],
     parents: Annotated[
         bool,
         typer.Option("--parents", "-p", help="Make parents too; what is there already is fine."),
     ] = False,
+    profile: ProfileOption = None,
+    chunk_above: ChunkOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Make directories.
@@ -29,14 +32,15 @@ def mkdir(
     Exit status: 0 all made, 1 some or all failed, 2 wrong arguments, 130 interrupted.
     """
     select(output)
-    from trainmount_cli.locations import Volumes, as_cli_error, parse_location
+    from trainmount_cli.locations import Volumes, as_cli_error, parse_location, reason_of
     from trainmount_cli.transfers import interruptible, print_failures
     from trainmount_files import VolumeError
 
     locations = [parse_location(text) for text in paths]
     made: list[str] = []
     failures: list[dict[str, str]] = []
-    with interruptible("mkdir"), Volumes() as volumes:
+    chunks = number_of_bytes("--chunk-above", chunk_above)
+    with interruptible("mkdir"), Volumes(profile=profile, chunk_above_bytes=chunks) as volumes:
         for location in locations:
             try:
                 _make(location, volumes, parents=parents)
@@ -45,7 +49,7 @@ def mkdir(
                 problem = as_cli_error(location, error)
                 if len(locations) == 1:
                     raise problem from None
-                failure = {"path": location.text, "code": problem.code, "message": error.reason}
+                failure = {"path": location.text, "code": problem.code, "message": reason_of(error)}
                 failures.append(failure)
     if output is Output.JSON:
         print_data({"made": made, "failed": failures})
@@ -74,6 +78,17 @@ def _make(location: Location, volumes: Volumes, *, parents: bool) -> None:
         try:
             volume.stat(parent_of(path))
         except NotFound:
+            _require_volume(location, volume)
             reason = "its parent is not there; -p makes it"
             raise NotFound("make directory", path, reason) from None
     volume.make_directory(path)
+
+
+def _require_volume(location: Location, volume: Volume) -> None:
+    from trainmount_files import NotFound
+
+    try:
+        volume.stat("")
+    except NotFound:
+        reason = f"there is no volume {location.url}"
+        raise NotFound("make directory", location.path, reason) from None

@@ -13,4 +13,4 @@ def mount(context: typer.Context) -> None:
     """Mount a volume at a directory: mount SOURCE MOUNTPOINT."""
     from trainmount_fuse.main import main
 
-    raise typer.Exit(main(["mount", *context.args]))
+    raise typer.Exit(main(["mount", *context.args], program="trainmount"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainmount_cli.errors import EXIT_FAILED, CliError
-from trainmount_cli.options import OutputOption
+from trainmount_cli.options import ChunkOption, OutputOption, ProfileOption, number_of_bytes
 from trainmount_cli.output import Output, print_data, select
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = ["rm"]
 
 
 def rm(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...")],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH")],
     recursive: Annotated[
         bool, typer.Option("--recursive", "-r", "-R", help="Whole trees.")
     ] = False,
@@ -29,6 +29,8 @@ def rm(
         ),
     ] = False,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=64, help="Files at once.")] = 8,
+    profile: ProfileOption = None,
+    chunk_above: ChunkOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Remove files and, with -r, directories with all that is in them. Nothing is asked.
@@ -40,6 +42,7 @@ def rm(
     from trainmount_cli.transfers import (
         Part,
         failures_of,
+        files_text,
         interruptible,
         print_failures,
         showing_progress,
@@ -51,7 +54,8 @@ def rm(
     for location in locations:
         _refuse_roots(location, all_contents=all_contents and recursive)
     parts = [Part(location, Report()) for location in locations]
-    with interruptible("rm"), Volumes() as volumes:
+    chunks = number_of_bytes("--chunk-above", chunk_above)
+    with interruptible("rm"), Volumes(profile=profile, chunk_above_bytes=chunks) as volumes:
         with showing_progress("removed", parts):
             for part in parts:
                 try:
@@ -66,14 +70,18 @@ def rm(
     if output is Output.JSON:
         print_data({"removed": num_removed, "failed": failures})
         raise typer.Exit(EXIT_FAILED if failures else 0)
-    print(f"{num_removed:,} files removed" + (f"; {len(failures):,} failed" if failures else ""))
+    print(
+        f"{files_text(num_removed)} removed" + (f"; {len(failures):,} failed" if failures else "")
+    )
     raise typer.Exit(print_failures(failures))
 
 
 def _refuse_roots(location: Location, *, all_contents: bool) -> None:
     if location.is_local:
-        if location.has_slash and not location.name:
-            raise CliError(f"{location.text}: is not removed")
+        last = location.path.rstrip("/").rpartition("/")[2]
+        if last in ("", ".", ".."):
+            # As rm(1): where one is, and what is above, is hardly ever meant.
+            raise CliError(f"{location.text}: is not removed; name the directory")
         return
     if location.url == "/Volumes":
         raise CliError(f"{location.text}: only what is inside a volume can be removed")

@@ -15,13 +15,15 @@ from types import FrameType
 from typing import Any, Final
 
 from trainmount_cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, CliError
-from trainmount_cli.locations import Location
+from trainmount_cli.locations import Location, reason_of
 from trainmount_cli.output import print_error
-from trainmount_files.trees import Report
+from trainmount_files import LocalError
+from trainmount_files.trees import Failure, Report
 
 __all__ = [
     "Part",
     "failures_of",
+    "files_text",
     "interruptible",
     "print_failures",
     "printable",
@@ -34,6 +36,8 @@ _PLAIN_PERIOD_SECONDS: Final = 10.0
 
 _TERMINAL_PERIOD_SECONDS: Final = 0.1
 
+_WRITING: Final = ("write", "make directory")
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -41,6 +45,9 @@ class Part:
 
     location: Location
     report: Report
+
+    local_target: str = ""
+    """Where it goes, if that is on this machine: what is wrong there is told with its name."""
 
 
 class _Interrupted(BaseException):
@@ -139,11 +146,20 @@ def failures_of(parts: Sequence[Part]) -> list[dict[str, str]]:
         {
             "path": part.location.shown(failure.path),
             "code": failure.code,
-            "message": failure.error.reason,
+            "message": _message(part, failure),
         }
         for part in parts
         for failure in sorted(part.report.failures, key=lambda failure: failure.path)
     ]
+
+
+def _message(part: Part, failure: Failure) -> str:
+    reason = reason_of(failure.error)
+    is_there = isinstance(failure.error, LocalError) or failure.error.operation in _WRITING
+    if not (part.local_target and is_there):
+        return reason
+    target = f"{part.local_target}/{failure.path}" if failure.path else part.local_target
+    return f"{target}: {reason}"
 
 
 def print_failures(failures: Sequence[dict[str, str]]) -> int:
@@ -160,6 +176,10 @@ def printable(name: str) -> str:
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in name
     )
+
+
+def files_text(count: int) -> str:
+    return "1 file" if count == 1 else f"{count:,} files"
 
 
 def size_text(num_bytes: int) -> str:

@@ -128,11 +128,17 @@ def test_a_file_goes_into_a_directory_or_to_a_name(run: Run, served: Path, tmp_p
         (("cp", "dbfs:/tmp/x", "b"), 2, "only dbfs:/Volumes"),
         (("cp", "/Volumes/a/../b", "b"), 2, "must not contain '.' or '..'"),
         (("rm", f"{ROOT}/d"), 1, "is a directory; remove it with -r"),
-        (("rm", f"{ROOT}/gone"), 1, "gone"),
         (("rm", "-r", ROOT), 2, "is a whole volume"),
         (("rm", "-r", f"{ROOT}/"), 2, "is a whole volume"),
         (("rm", "-r", "/Volumes/main"), 2, "only what is inside a volume"),
         (("rm", "-r", "/"), 2, "is not removed"),
+        (("rm", "-r", "."), 2, "is not removed"),
+        (("rm", "-r", "d/../.."), 2, "is not removed"),
+        (("cp", "volumes:///Volumes/main", "b"), 2, "must be /Volumes/CATALOG"),
+        (("cp", f"{ROOT}/f", "b", "--chunk-above", "5 GB"), 2, "write 500M or 5Gi"),
+        (("cp", f"{ROOT}/f", "b", "--profile", "gone"), 1, "the profile gone is asked for"),
+        (("mkdir", "/Volumes/main/default/gone/d"), 1, "there is no volume"),
+        (("rm", f"{ROOT}/gone"), 1, "no such file or directory (HTTP 404)"),
         (("mkdir", f"{ROOT}/x/y"), 1, "its parent is not there"),
         (("mkdir", f"{ROOT}/d"), 1, "something is at the path"),
         (("ls", f"{ROOT}/gone"), 1, "gone"),
@@ -371,3 +377,52 @@ def test_a_stream_goes_up_and_comes_down(
     assert "'-' is one of two paths" in run("cp", "-", "-", status=2).stderr
     assert "must be on a volume" in run("cp", "-", "local", status=2).stderr
     assert "standard output" in run("cp", f"{ROOT}/stream", "-", "-o", "json", status=2).stdout
+
+
+def test_a_profile_counts_before_the_environment(
+    run: Run, server: LocalServer, served: Path, tmp_path: Path
+) -> None:
+    (served / "f").touch()
+    text = f"[mine]\nhost = {server.url}\ntoken = another\n"
+    (tmp_path / ".databrickscfg").write_text(text)
+
+    assert run("ls", ROOT).stdout == "f\n"
+    done = run("ls", ROOT, "--profile", "mine", status=1)
+
+    assert "HTTP 401" in done.stderr
+
+
+def test_a_file_above_the_size_is_kept_in_chunks_and_read_back(
+    run: Run, served: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "big").write_bytes(bytes(3000))
+    option = ("--chunk-above", "1K")
+
+    run("cp", "big", f"{ROOT}/big", *option)
+    run("cp", f"{ROOT}/big", "back", *option)
+
+    assert run("ls", ROOT, *option).stdout == "big\n"
+    assert run("ls", ROOT).stdout == "big.chunks/\n"
+    assert (tmp_path / "back").read_bytes() == bytes(3000)
+    assert run("rm", f"{ROOT}/big", *option).stdout == "1 file removed\n"
+    assert run("ls", ROOT, *option).stdout == ""
+
+
+def test_what_is_wrong_at_a_local_destination_is_told_with_its_name(
+    run: Run, served: Path, tmp_path: Path
+) -> None:
+    (served / "f").touch()
+    (tmp_path / "file").touch()
+
+    done = run("cp", f"{ROOT}/f", "file/inside", status=1)
+
+    assert done.stderr == f"trainmount: {ROOT}/f: file/inside: a file is in the way\n"
+
+
+def test_a_mount_names_itself_as_it_was_called(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    done = run("mount", "--help")
+
+    assert done.stdout.startswith("usage: trainmount mount [-h]")
+    assert "--profile NAME" in done.stdout

@@ -161,3 +161,28 @@ def test_ctrl_c_ends_a_copy_that_a_dead_server_holds(
     assert process.returncode == 130
     assert json.loads(output)["error"]["code"] == "CANCELLED"
     assert errors == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [("ls", ROOT), ("cp", f"{ROOT}/f", "-"), ("ls", ROOT, "-ojson")]
+)
+def test_an_output_that_is_full_closed_or_no_longer_read_is_no_traceback(
+    trainmount: Any, environment: dict[str, str], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "served/main/default/data/f").write_bytes(bytes(1 << 20))
+    command = " ".join(trainmount.command(*arguments))
+
+    def end(redirected: str) -> tuple[int, str]:
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {redirected}"],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stderr
+
+    full = "trainmount: standard output cannot be written: no space left on device\n"
+    assert end("> /dev/full") == (1, full)
+    assert end(">&-") == (0, "")
+    assert end("| true; exit ${PIPESTATUS[0]}") == (0, "")

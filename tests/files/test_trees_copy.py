@@ -510,3 +510,23 @@ def test_an_error_that_nobody_expected_ends_the_run_and_is_raised(tmp_path: Path
 
     with pytest.raises(RuntimeError, match="a defect"):
         copy_tree(LocalPlace(src), VolumePlace(Broken(tmp_path / "volume"), ""))
+
+
+def test_a_large_file_replaces_one_that_another_copy_puts_there_meanwhile(
+    volume: Volume, tmp_path: Path
+) -> None:
+    content = os.urandom(3_000_000)
+    volume.put("big", content)
+    destination = tmp_path / "back"
+
+    class Meanwhile(Report):
+        def moved(self, num_bytes: int) -> None:
+            if not destination.exists():
+                destination.write_bytes(b"another's")
+            super().moved(num_bytes)
+
+    report = copy_file(VolumePlace(volume, "big"), LocalPlace(destination), report=Meanwhile())
+
+    assert (report.num_done, report.num_bytes, report.failures) == (1, len(content), [])
+    assert destination.read_bytes() == content
+    assert names_in(tmp_path).count("back") == 1

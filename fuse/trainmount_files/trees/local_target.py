@@ -58,7 +58,10 @@ class LocalTarget:
         split("make directory", path)
         with disk_errors("make directory", path):
             if not path:
-                self._root.mkdir(parents=True, exist_ok=True)
+                try:
+                    self._root.mkdir(parents=True, exist_ok=True)
+                except FileExistsError:
+                    raise NotADirectory("make directory", path, "a file is in the way") from None
                 return
             parent, _, name = path.rpartition("/")
             descriptor = self._directories.get(parent)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from trainmount_files.errors import (
+    AlreadyExists,
     Cancelled,
     InexactRange,
     InvalidRequest,
@@ -189,16 +190,24 @@ class Download(_FromVolume):
 
         source = below(self._source_root, entry.path)
         with self._one_of_few(entry, cancel), told_plainly("write", path):
-            destination, exists = self._target.prepare(path, overwrite=overwrite)
-            download_file(
-                self._volume,
-                source,
-                destination,
-                overwrite=exists,
-                known=_to_stat(source, entry),
-                progress=moved,
-                cancel=cancel,
-            )
+            for progress in (moved, None):
+                destination, exists = self._target.prepare(path, overwrite=overwrite)
+                try:
+                    download_file(
+                        self._volume,
+                        source,
+                        destination,
+                        overwrite=exists,
+                        known=_to_stat(source, entry),
+                        progress=progress,
+                        cancel=cancel,
+                    )
+                    break
+                except AlreadyExists:
+                    # Another copy has put it there meanwhile. It may be replaced, which is known
+                    # after a second look at its name; the bytes have been counted.
+                    if progress is None or exists or not overwrite:
+                        raise
         return 0
 
     def close(self) -> None:
