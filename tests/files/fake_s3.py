@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote_plus, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from tests.files.conftest import Request, Scripted
@@ -17,7 +17,7 @@ MODIFIED = "Mon, 30 Nov 2026 10:00:00 GMT"
 
 @dataclass
 class FakeS3:
-    """Answers HEAD, GET, PUT and ListObjectsV2 of one bucket, path style."""
+    """Answers HEAD, GET, PUT, DELETE and ListObjectsV2 of one bucket, path style."""
 
     objects: dict[str, bytes]
     """By key, byte for byte as S3 would hold it."""
@@ -44,6 +44,9 @@ class FakeS3:
         if request.method == "PUT":
             self.objects[key] = request.body
             return Scripted(headers={"ETag": etag_of(request.body)})
+        if request.method == "DELETE":
+            self.objects.pop(key, None)
+            return Scripted(status=204)
         if key not in self.objects:
             return error(404, "NoSuchKey")
         return object_answer(request, self.objects[key])
@@ -59,14 +62,19 @@ class FakeS3:
             else:
                 found[key] = self.objects[key]
         wanted = [key for key in found if key > after]
-        page, more = wanted[:1000], len(wanted) > 1000
-        body = "<ListBucketResult>"
+        most = int(query.get("max-keys", 1000))
+        page, more = wanted[:most], len(wanted) > most
+        is_encoded = query.get("encoding-type") == "url"
+        told = quote_plus if is_encoded else escape
+        body = '<?xml version="1.0" encoding="UTF-8"?>'
+        body += '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+        body += "<EncodingType>url</EncodingType>" * is_encoded
         for key in page:
             data = found[key]
             if data is None:
-                body += f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>"
+                body += f"<CommonPrefixes><Prefix>{told(key)}</Prefix></CommonPrefixes>"
             else:
-                body += f"<Contents><Key>{escape(key)}</Key><Size>{len(data)}</Size>"
+                body += f"<Contents><Key>{told(key)}</Key><Size>{len(data)}</Size>"
                 body += "<LastModified>2026-11-30T10:00:00.000Z</LastModified>"
                 body += f"<ETag>{escape(etag_of(data))}</ETag></Contents>"
         if more:

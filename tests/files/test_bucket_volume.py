@@ -25,6 +25,7 @@ from tests.files.fake_s3 import MODIFIED, FakeS3, error, etag_of, object_answer
 from trainmount_files import (
     ByteRange,
     Cancelled,
+    DirectoryNotEmpty,
     InexactRange,
     InvalidRequest,
     IsADirectory,
@@ -209,13 +210,18 @@ def test_a_file_and_a_directory_of_one_name_are_not_made(bucket: BucketVolume) -
 
 def test_a_directory_of_another_tool_is_one_and_its_key_no_file(make: MakeBucket) -> None:
     # A key that ends in a slash.
-    _, bucket = make(FakeS3({"d/": b"", "d/e/": b"", "d/f": b"", "d/g": b"1", "h": b""}))
+    fake = FakeS3({"d/": b"", "d/e/": b"", "d/f": b"", "d/g": b"1", "h": b""})
+    _, bucket = make(fake)
     assert bucket.stat("d").is_directory
     assert names(bucket) == ["d/", "h"]
     assert names(bucket, "d") == ["e/", "f", "g"]
     assert names(bucket, "d/e") == []
-    with pytest.raises(Unsupported, match="a key that ends in a slash"):
-        bucket.remove_directory("d/e")
+    with pytest.raises(DirectoryNotEmpty):
+        bucket.remove_directory("d")
+    bucket.remove_directory("d/e")
+    assert sorted(fake.objects) == ["d/", "d/f", "d/g", "h"]
+    with pytest.raises(NotFound):
+        bucket.stat("d/e")
 
 
 def test_our_own_keys_are_hidden_and_reserved(bucket: BucketVolume) -> None:
@@ -237,29 +243,160 @@ def test_a_name_that_no_key_may_have_is_refused(bucket: BucketVolume, path: str)
 def test_keys_that_begin_with_a_slash_are_left_out_and_named(
     make: MakeBucket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, bucket = make(FakeS3({"/abs": b"1", "abd": b"2", "d/f": b"3"}))
+    _, bucket = make(FakeS3({"/abs": b"1", "//x": b"1", "abd": b"2", "d/f": b"3"}))
     with caplog.at_level(logging.WARNING):
         (page,) = list_pages(bucket, "")
     assert [entry.path for entry in page.entries] == ["abd", "d"]
-    assert page.refused == ("/",)
+    assert page.refused == ("//x", "/abs")
     assert "keys that no path can name are left out" in caplog.text
     with pytest.raises(InvalidRequest):
         bucket.stat("/abs")
 
 
-@pytest.mark.parametrize("key", ["d/../x", "d//x", "d/./x", "d/a\x01b"])
-def test_a_directory_with_a_key_that_no_path_can_name_is_refused_by_that_name(
-    make: MakeBucket, key: str
+BAD_NAMES = ["../x", "/x", "./x", "../../dst-evil/x", "a\x01b", "a\nb/c", "\x7f", "..", "a b/../+&"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+@pytest.mark.parametrize("directory", ["", "d é/+%&"])
+def test_a_key_that_no_path_can_name_is_refused_by_name_and_the_others_listed(
+    make: MakeBucket, directory: str, name: str
 ) -> None:
-    _, bucket = make(FakeS3({key: b"1", "d/fine": b"2", "e/fine": b"3", "e/f/" + key: b"4"}))
-    with pytest.raises(InvalidRequest, match="no path can name the key") as caught:
+    prefix = f"{directory}/" if directory else ""
+    good = ["a file", "a+b", "a%20b", "a&b=c?#", "é", "g/f", "z/" + name]
+    fake = FakeS3({prefix + key: key.encode() for key in [name, *good]})
+    server, bucket = make(fake)
+    if name.startswith("a b/"):
+        # It is in the directory below.
+        assert names(bucket, directory) == sorted(["a b/", *good[:5], "g/", "z/"])
+        directory, name = f"{prefix}a b", name[4:]
+    else:
+        (page,) = list_pages(bucket, directory)
+        assert page.refused == (name,)
+        found = [entry.name + "/" * entry.is_directory for entry in page.entries]
+        assert found == sorted([*good[:5], "g/", "z/"])
+    (page,) = list_pages(bucket, directory)
+    assert page.refused == (name,)
+    assert read(bucket, f"{prefix}é", 0, 2) == "é".encode()
+    signed = [r for r in server.requests if "encoding-type" in r.target]
+    assert all(
+        r.headers["authorization"].startswith(f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/")
+        for r in signed
+    )
+
+
+def test_pages_beside_a_key_that_no_path_can_name_are_bounded(make: MakeBucket) -> None:
+    keys = {f"d/{number:04}": b"1" for number in range(2500)} | {"d/1200//x": b"", "d//x": b""}
+    server, bucket = make(FakeS3(keys | {f"d/0500/{number}": b"1" for number in range(5)}))
+    pages = list(list_pages(bucket, "d"))
+    listed = [e.name + "/" * e.is_directory for page in pages for e in page.entries]
+    assert listed == sorted([*(f"{n:04}" for n in range(2500)), "0500/", "1200/"])
+    assert [page.refused for page in pages if page.refused] == [("/x",)]
+    assert all(len(page.entries) <= 1000 for page in pages)
+    assert len(server.requests) <= 8
+
+
+def test_a_key_that_no_path_can_name_is_met_late(make: MakeBucket) -> None:
+    # Behind several large directories, from which on another way of listing is taken.
+    keys = {f"d/{n}/{inside:04}": b"1" for n in range(1, 9) for inside in range(1010)}
+    _, bucket = make(FakeS3(keys | {"d/9": b"1", "d/95/../x": b"1", "d/z\x01": b"1"}))
+    pages = list(list_pages(bucket, "d"))
+    listed = [e.name + "/" * e.is_directory for page in pages for e in page.entries]
+    assert listed == [*(f"{n}/" for n in range(1, 9)), "9", "95/"]
+    assert [page.refused for page in pages if page.refused] == [("z\x01",)]
+
+
+def test_only_some_of_many_keys_behind_a_bad_name_are_told(make: MakeBucket) -> None:
+    keys = {f"../{number:03}": b"1" for number in range(100)} | {"good": b"1"}
+    _, bucket = make(FakeS3(keys))
+    (page,) = list_pages(bucket, "")
+    assert page.refused == (*(f"../{number:03}" for number in range(20)), "../")
+    assert names(bucket) == ["good"]
+
+
+def test_without_signed_requests_the_key_is_named_and_the_directory_refused(
+    make: MakeBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, bucket = make(FakeS3({"d/../x": b"1", "d/fine": b"2", "e/f": b"3"}))
+    monkeypatch.setattr(bucket._process.get().listing, "_signed", None)
+    with pytest.raises(InvalidRequest, match=r"no path can name the key 'd/\.\./'"):
         bucket.list_page("d")
-    assert ascii(key)[1:-1].rpartition("/")[0] in str(caught.value)
     assert bucket.stat("d").is_directory
     # What is not in that directory is not disturbed.
     assert names(bucket) == ["d/", "e/"]
-    assert names(bucket, "e") == ["f/", "fine"]
     assert read(bucket, "d/fine", 0, 1) == b"2"
+    with pytest.raises(DirectoryNotEmpty):
+        bucket.remove_directory("d")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"not XML",
+        b"<html/>",
+        b"<ListBucketResult><Contents/></ListBucketResult>",
+        b'<!DOCTYPE x [<!ENTITY a "aaaaaaaa">]><ListBucketResult>&a;</ListBucketResult>',
+    ],
+)
+def test_a_signed_listing_that_is_none_is_an_error(make: MakeBucket, body: bytes) -> None:
+    def other(request: Request) -> Scripted | None:
+        return Scripted(body=body) if "encoding-type" in request.target else None
+
+    _, bucket = make(FakeS3({"d/../x": b"1"}, other))
+    with pytest.raises(InvalidRequest, match="the store's answer is no listing"):
+        bucket.list_page("d")
+
+
+def test_a_signed_listing_is_asked_for_again_until_the_deadline(make: MakeBucket) -> None:
+    failures = [error(503, "SlowDown"), Scripted(hang_up=True), error(500, "InternalError")]
+
+    def failing(request: Request) -> Scripted | None:
+        return failures.pop() if failures and "encoding-type" in request.target else None
+
+    fake = FakeS3({"d/../x": b"1", "d/fine": b"2"}, failing)
+    server, bucket = make(fake)
+    assert names(bucket, "d") == ["fine"]
+    leak = f"<StringToSign>{SECRET}</StringToSign>"
+    for answer, kind in [
+        (error(503, "SlowDown", leak), Unavailable),
+        (error(403, "SignatureDoesNotMatch", leak), Unauthenticated),
+        (error(404, "NoSuchBucket", leak), NotFound),
+        (error(301, "PermanentRedirect", leak), InvalidRequest),
+    ]:
+        fake.fault = lambda r, a=answer: a if "encoding-type" in r.target else None  # type: ignore[misc]
+        _, impatient = make(fake, deadline_seconds=0.2)
+        with pytest.raises(kind) as caught:
+            impatient.list_page("d")
+        told = "".join(traceback.format_exception(caught.value))
+        assert SECRET not in told and ACCESS_KEY not in told and server.url not in told
+
+
+def test_a_signed_listing_that_hangs_ends_when_the_volume_is_closed(make: MakeBucket) -> None:
+    release, asked = threading.Event(), threading.Event()
+
+    def hang(request: Request) -> Scripted | None:
+        if "encoding-type" in request.target:
+            asked.set()
+            release.wait(60)
+        return None
+
+    _, bucket = make(FakeS3({"d/../x": b"1"}, hang))
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            bucket.list_page("d")
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert asked.wait(30)
+    bucket.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    release.set()
+    assert [type(error) for error in caught] == [Cancelled]
 
 
 def test_azure_would_take_a_backslash_for_a_slash() -> None:

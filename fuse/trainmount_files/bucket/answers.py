@@ -25,7 +25,7 @@ from trainmount_files.errors import (
 )
 from trainmount_files.redaction import one_line
 
-__all__ = ["refused_key", "to_volume_error"]
+__all__ = ["CREDENTIALS_HINT", "error_of_answer", "refused_key", "to_volume_error"]
 
 _STATUS: Final = re.compile(r"\bstatus(?: code)?: (\d{3})\b")
 _CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>")
@@ -97,10 +97,10 @@ _REASONS: Final[dict[type[VolumeError], str]] = {
     Unavailable: "the store cannot be reached",
 }
 
-_CREDENTIALS_HINT: Final = (
+CREDENTIALS_HINT: Final = (
     "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-    "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, "
-    "or give storage options"
+    "AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and "
+    "AZURE_STORAGE_ACCOUNT_KEY, or give storage options"
 )
 
 
@@ -114,21 +114,43 @@ def to_volume_error(error: Exception, operation: str, path: str) -> VolumeError:
         return InvalidRequest(operation, ascii(path)[1:-1], "the name is no Unicode text")
     if _NO_CREDENTIALS.search(text):
         # It had nothing else to try than the metadata service of a machine in a cloud.
-        return Unauthenticated(operation, path, _CREDENTIALS_HINT)
+        return Unauthenticated(operation, path, CREDENTIALS_HINT)
     found_status = _STATUS.search(text)
     status = int(found_status[1]) if found_status else 0
-    found_code = _CODE.search(text)
-    code = found_code[1] if found_code else ""
+    code = _code_in(text)
     kind = _kind(error, text, status, code)
-    reason = _REASONS[kind]
-    if code in ("NoSuchBucket", "ContainerNotFound"):
-        reason = "no such bucket"
-    told = [f"HTTP {status}" if status else "", code]
-    if not status and kind is Unavailable:
-        system = _SYSTEM.findall(text)
-        told.append(one_line(system[-1]).lower() if system else "")
-    details = " ".join(word for word in told if word)
+    system = _SYSTEM.findall(text) if not status and kind is Unavailable else []
+    return _told(
+        kind, operation, path, status, code, one_line(system[-1]).lower() if system else ""
+    )
+
+
+def error_of_answer(operation: str, path: str, status: int, body: str) -> VolumeError:
+    """As `to_volume_error`, of an answer of S3 with a status of 300 or above."""
+    code = _code_in(body)
+    kind = _BY_CODE.get(code) or _of_status(status) or Unavailable
+    return _told(kind, operation, path, status, code)
+
+
+def _told(
+    kind: type[VolumeError], operation: str, path: str, status: int, code: str, more: str = ""
+) -> VolumeError:
+    is_bucket = code in ("NoSuchBucket", "ContainerNotFound")
+    reason = "no such bucket" if is_bucket else _REASONS[kind]
+    words = (f"HTTP {status}" if status else "", code, more)
+    details = " ".join(word for word in words if word)
     return kind(operation, path, f"{reason} ({details})" if details else reason)
+
+
+def _code_in(text: str) -> str:
+    found = _CODE.search(text)
+    return found[1] if found else ""
+
+
+def _of_status(status: int) -> type[VolumeError] | None:
+    if status in _BY_STATUS:
+        return _BY_STATUS[status]
+    return InvalidRequest if 300 <= status < 500 else None
 
 
 def _kind(error: Exception, text: str, status: int, code: str) -> type[VolumeError]:
@@ -137,10 +159,9 @@ def _kind(error: Exception, text: str, status: int, code: str) -> type[VolumeErr
     by_class = _BY_CLASS.get(type(error).__name__)
     if by_class is not None:
         return by_class
-    if status in _BY_STATUS:
-        return _BY_STATUS[status]
-    if 400 <= status < 500:
-        return InvalidRequest
+    by_status = _of_status(status)
+    if by_status is not None:
+        return by_status
     if _NOT_THE_RANGE.search(text):
         return InexactRange
     if isinstance(error, ValueError | TypeError):

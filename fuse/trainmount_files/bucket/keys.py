@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from types import ModuleType
 from typing import Any, Final
 
+from trainmount_files.bucket.answers import refused_key
 from trainmount_files.errors import InvalidRequest, IsADirectory
 from trainmount_files.paths import STAGING_NAME, split
 from trainmount_files.volume import FileStat
@@ -26,6 +27,7 @@ __all__ = [
     "check_name",
     "etag_of",
     "is_hidden",
+    "is_name",
     "to_stat",
     "version_of",
 ]
@@ -58,22 +60,22 @@ class Opened:
     async def is_there(self, key: str) -> bool:
         return await self.head(key) is not None
 
-    async def keys_below(self, key: str, most: int) -> list[Meta]:
-        """Up to `most` keys that begin with `key` and a slash, or are that, in one request."""
+    async def some_below(self, key: str, most: int) -> set[str]:
+        """Up to `most` keys that begin with `key` and a slash, in one request; `key` itself stands
+        for what is only that.
+        """
         stream = self.library.list(self.store, key or None, chunk_size=most)
         try:
-            found: list[Meta] = await anext(stream)
+            return {meta["path"] for meta in await anext(stream)}
         except StopAsyncIteration:
-            return []
-        return list(found)
+            return set()
+        except (ValueError, self.library.exceptions.InvalidPathError) as error:
+            # There is a key, and no path can name it.
+            return {refused_key(error) or ".."}
 
     async def has_below(self, key: str) -> bool:
         """Whether a directory is there."""
-        try:
-            return bool(await self.keys_below(key, 1))
-        except (ValueError, self.library.exceptions.InvalidPathError):
-            # There is a key, and no path can name it.
-            return True
+        return bool(await self.some_below(key, 1))
 
     async def put_directory(self, key: str) -> None:
         """Keep a directory; one that is kept stays as it is."""
@@ -94,7 +96,7 @@ def check_name(scheme: str, operation: str, path: str) -> tuple[str, ...]:
         # It would be taken for a slash.
         raise InvalidRequest(operation, path, "Azure keeps no names with a backslash")
     for name in names:
-        if any(ord(character) < 32 or character == "\x7f" for character in name):
+        if _has_control_characters(name):
             raise InvalidRequest(
                 operation, ascii(path)[1:-1], "a bucket's names must not hold control characters"
             )
@@ -115,6 +117,16 @@ def check_file_name(scheme: str, operation: str, path: str) -> tuple[str, ...]:
     if not names:
         raise IsADirectory(operation, path, "is the volume's root")
     return names
+
+
+def is_name(name: str) -> bool:
+    """Whether a file or directory can have that name."""
+    return (
+        name not in ("", ".", "..")
+        and "/" not in name
+        and not _has_control_characters(name)
+        and not any("\ud800" <= character <= "\udfff" for character in name)
+    )
 
 
 def is_hidden(directory: str, name: str) -> bool:
@@ -148,6 +160,10 @@ def to_stat(path: str, meta: Meta) -> FileStat:
         mtime_ns=_mtime_ns(meta),
         version=version_of(meta),
     )
+
+
+def _has_control_characters(name: str) -> bool:
+    return any(ord(character) < 32 or character == "\x7f" for character in name)
 
 
 def _mtime_ns(meta: Meta) -> int:

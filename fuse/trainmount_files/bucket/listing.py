@@ -12,6 +12,9 @@ So a page is read the first way, which is right for a directory of a million fil
 some large directories; from there on the second way, which is right for a thousand directories of a
 thousand files. The root of a bucket is always listed the second way, because the first cannot tell
 `/name` from `name`.
+
+Where a key is met that no path can name, obstore gives no other entry of its directory. S3 is then
+asked past obstore (`signed_listing.py`), page by page.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Final
 
 from trainmount_files.bucket.answers import refused_key
 from trainmount_files.bucket.keys import Meta, Opened, is_hidden, to_stat
-from trainmount_files.errors import InvalidRequest
+from trainmount_files.bucket.library import Calls
+from trainmount_files.bucket.signed import SignedRequests
+from trainmount_files.bucket.signed_listing import SignedListing
+from trainmount_files.errors import InvalidRequest, NotADirectory, NotFound, Unsupported
 from trainmount_files.paths import join
 from trainmount_files.volume import FileStat, Page
 
@@ -47,43 +54,111 @@ _LAST: Final = "\U0010ffff"
 _SNAPSHOTS: Final = 2
 """Listings of the second way that are kept for their further pages."""
 
-_FLAT, _WHOLE = "f", "w"
+_FLAT, _WHOLE, _SIGNED = "f", "w", "s"
+
+
+@dataclass(frozen=True, slots=True)
+class _PastObstore:
+    """What obstore could not list."""
+
+    after: str
+    """The position from which on."""
+
+    key: str
+    """The key that it took offence at."""
+
+    known: Page | None = None
+    """What it could tell."""
 
 
 class Listing:
     """The pages of one volume's directories. Any thread may call.
 
     A page token is how the listing goes on, and the position: a name, with a slash behind a
-    directory's, in the order of the keys.
+    directory's, in the order of the keys; or S3's own token.
     """
 
-    def __init__(self, page_entries: int) -> None:
+    def __init__(
+        self, opened: Opened, calls: Calls, signed: SignedRequests | None, page_entries: int
+    ) -> None:
+        self._opened = opened
+        self._calls = calls
+        self._signed = SignedListing(signed, page_entries) if signed is not None else None
         self._page_entries = page_entries
         # path -> entries with their positions; guarded by the lock.
         self._snapshots: OrderedDict[str, list[tuple[str, FileStat]]] = OrderedDict()
         self._lock = threading.Lock()
 
-    async def page(self, opened: Opened, path: str, key: str, token: str | None) -> Page | None:
-        """One page of the directory `path`, whose keys begin with `key`; None: nothing is there.
+    def page(self, path: str, key: str, token: str | None) -> Page:
+        """One page of the directory `path`, whose keys begin with `key`.
 
         Raises:
-            InvalidRequest: the page token is not of this volume.
-            ValueError: among the entries is a key that no path can name; obstore names it, and
-            lists no other entry with it.
+            NotFound, NotADirectory: as the protocol has it.
+            InvalidRequest: the page token is not of this volume; or among the entries is a key that
+            no path can name, and this store can be listed by obstore only.
         """
-        if token is not None and token[:1] not in (_FLAT, _WHOLE):
+        ways = (_FLAT, _WHOLE) if self._signed is None else (_FLAT, _WHOLE, _SIGNED)
+        if token is not None and token[:1] not in ways:
             raise InvalidRequest("list", path, "the page token is not of this volume")
+        if token is not None and token[0] == _SIGNED:
+            return self._signed_page(path, key, token=token[1:])
+        found = self._calls.run("list", path, lambda: self._by_obstore(path, key, token))
+        if isinstance(found, Page):
+            return found
+        reason = ""
+        if self._signed is not None:
+            try:
+                return self._signed_page(path, key, after=found.after)
+            except Unsupported as error:
+                reason = f" ({error.reason})"
+        if found.known is not None:
+            return found.known
+        raise InvalidRequest("list", path, f"no path can name the key {found.key}{reason}")
+
+    def _signed_page(
+        self, path: str, key: str, *, after: str = "", token: str | None = None
+    ) -> Page:
+        assert self._signed is not None
+        if after.endswith("/"):
+            after += _LAST
+        entries, refused, following = self._signed.page(path, key, after=after, token=token)
+        if refused:
+            log.warning("keys that no path can name are left out", extra={"path": path})
+        return Page(tuple(entries), None if following is None else _SIGNED + following, refused)
+
+    async def _by_obstore(self, path: str, key: str, token: str | None) -> Page | _PastObstore:
+        found = await self._first_or_next(path, key, token)
+        if found is not None:
+            return found
+        if not path:
+            return Page((), None)
+        if await self._opened.head(key) is not None:
+            raise NotADirectory("list", path, "is a file")
+        raise NotFound("list", path, "nothing is there")
+
+    async def _first_or_next(
+        self, path: str, key: str, token: str | None
+    ) -> Page | _PastObstore | None:
+        """None: nothing is there."""
+        opened = self._opened
         way, after = (token[0], token[1:]) if token else (_FLAT if key else _WHOLE, "")
         if way == _FLAT:
             reader = _Flat(path, key, after, self._page_entries)
             if await reader.read(opened):
                 nothing = reader.has_ended and not reader.has_seen_any and token is None
                 return None if nothing else reader.page()
-        return await self._whole(opened, path, key, after, is_first=token is None)
+        try:
+            return await self._whole(path, key, after, is_first=token is None)
+        except (ValueError, opened.library.exceptions.InvalidPathError) as error:
+            bad_key = refused_key(error)
+            if bad_key is None:
+                raise
+            return _PastObstore(after, bad_key)
 
     async def _whole(
-        self, opened: Opened, path: str, key: str, after: str, *, is_first: bool
-    ) -> Page | None:
+        self, path: str, key: str, after: str, *, is_first: bool
+    ) -> Page | _PastObstore | None:
+        opened = self._opened
         refused: tuple[str, ...] = ()
         with self._lock:
             kept = None if is_first else self._snapshots.get(path)
@@ -104,13 +179,17 @@ class Listing:
                 self._snapshots.pop(path, None)
             while len(self._snapshots) > _SNAPSHOTS:
                 self._snapshots.popitem(last=False)
-        if refused and not after:
-            log.warning("keys that no path can name are left out", extra={"path": path})
-        return Page(
+        page = Page(
             tuple(entry for _, entry in chosen),
             _WHOLE + chosen[-1][0] if more else None,
             refused if not after else (),
         )
+        if not page.refused:
+            return page
+        if self._signed is None:
+            log.warning("keys that no path can name are left out", extra={"path": path})
+            return page
+        return _PastObstore(after, page.refused[0], page)
 
 
 class _Flat:

@@ -34,7 +34,7 @@ class _Spilled:
 class BucketUpload:
     """A file of a bucket in the making; implements `trainmount_files.volume.Upload`.
 
-    Memory: one part more than `held_back_bytes` where parts come in their order, than `window_bytes`
+    Memory: a part more than `held_back_bytes` where parts come in their order, than `window_bytes`
     where they do not, and what an `ObjectWriter` holds. Parts that are ahead of their turn by more
     are on the local disk until then.
     """

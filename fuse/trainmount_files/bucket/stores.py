@@ -9,10 +9,17 @@ from typing import Any, Final
 
 from trainmount_files.bucket.location import Location
 from trainmount_files.bucket.options import BucketOptions
+from trainmount_files.bucket.s3_settings import (
+    ENDPOINT_VARIABLES,
+    S3Address,
+    keys_of,
+    profile_settings,
+)
+from trainmount_files.bucket.signed import SignedRequests
 from trainmount_files.errors import InvalidRequest
 from trainmount_files.redaction import one_line
 
-__all__ = ["make_store"]
+__all__ = ["make_signed_requests", "make_store"]
 
 _CLIENT_OPTIONS: Final = frozenset(
     {
@@ -32,8 +39,13 @@ _CLIENT_OPTIONS: Final = frozenset(
 )
 """Storage options that are about the HTTP client; all others are the store's."""
 
+_NOT_SIGNED: Final = frozenset(
+    {"allow_invalid_certificates", "proxy_ca_certificate", "proxy_url", "root_certificate"}
+)
+"""Client options that only obstore's own client can have."""
+
 _ENDPOINTS: Final = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "s3": ENDPOINT_VARIABLES,
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     "memory": (),
@@ -53,6 +65,7 @@ def make_store(library: ModuleType, location: Location, options: BucketOptions) 
 
     Raises:
         InvalidRequest: a storage option is unknown or has a wrong value; its value is not said.
+        Unauthenticated: the AWS profile needs botocore, which is not installed.
     """
     if location.scheme == "memory":
         if location.bucket not in _MEMORY:
@@ -65,10 +78,39 @@ def make_store(library: ModuleType, location: Location, options: BucketOptions) 
     if location.scheme == "s3":
         # A file of several parts is created exclusively by a copy on the server.
         given.setdefault("copy_if_not_exists", "multipart")
-    if _asks_for_http(location.scheme, given):
-        client.setdefault("allow_http", "true")
     client.setdefault("timeout", _NO_LIMIT)
     client.setdefault("read_timeout", f"{int(options.read_timeout_seconds * 1000)}ms")
+    store = _make(library, location, options, given, client)
+    if location.scheme != "s3":
+        return store
+    # Only the store knows which setting each option's name stands for.
+    found, provider = profile_settings(location.url, store.config)
+    if not found and provider is None:
+        return store
+    given = {name: value for name, value in store.config.items() if name != "bucket"}
+    return _make(library, location, options, found | given, client, provider)
+
+
+def make_signed_requests(
+    store: Any, location: Location, options: BucketOptions
+) -> SignedRequests | None:
+    """Requests to the same bucket past obstore; None where only obstore can make them."""
+    if location.scheme != "s3" or _NOT_SIGNED & set(store.client_options):
+        return None
+    given, provider = dict(store.config), store.credential_provider
+    return SignedRequests(S3Address.of(location, given), options, lambda: keys_of(given, provider))
+
+
+def _make(
+    library: ModuleType,
+    location: Location,
+    options: BucketOptions,
+    given: dict[str, str],
+    client: dict[str, str],
+    provider: Any = None,
+) -> Any:
+    if _asks_for_http(location.scheme, given):
+        client = {"allow_http": "true"} | client
     store = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}[location.scheme]
     failure: InvalidRequest
     try:
@@ -77,6 +119,7 @@ def make_store(library: ModuleType, location: Location, options: BucketOptions) 
             config=given,
             client_options=client,
             retry_config=_retry_config(options),
+            **({} if provider is None else {"credential_provider": provider}),
         )
     except Exception as error:
         failure = InvalidRequest("open", location.url, _reason(error, given, client))

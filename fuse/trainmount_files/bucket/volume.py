@@ -28,11 +28,13 @@ from trainmount_files.bucket.keys import (
 from trainmount_files.bucket.library import Calls, obstore
 from trainmount_files.bucket.listing import Listing
 from trainmount_files.bucket.location import Location
+from trainmount_files.bucket.metadata import check_credentials
 from trainmount_files.bucket.options import MAX_PARTS, BucketOptions
 from trainmount_files.bucket.parts import BucketUpload
 from trainmount_files.bucket.places import Places
 from trainmount_files.bucket.reading import PIECE_BYTES, WHOLE_BYTES, read_exactly
-from trainmount_files.bucket.stores import make_store
+from trainmount_files.bucket.signed import SignedRequests
+from trainmount_files.bucket.stores import make_signed_requests, make_store
 from trainmount_files.bucket.writing import MAX_COPY_BYTES, Writing, slice_of, whole_bytes
 from trainmount_files.errors import (
     AlreadyExists,
@@ -82,6 +84,7 @@ class _Process:
     writing: Writing
     listing: Listing
     places: Places
+    signed: SignedRequests | None
 
 
 class BucketVolume:
@@ -142,20 +145,9 @@ class BucketVolume:
         """As the protocol has it; where keys `p` and `p/f` are both there, the file is listed and
         then the directory, and the page of `p` has `p/f`.
         """
-        here, key = self._here("list"), self._location.key(path)
-        names = check_name(self._location.scheme, "list", path)
-
-        async def call() -> Page:
-            page = await here.listing.page(here.opened, path, key, page_token)
-            if page is not None:
-                return page
-            if not names:
-                return Page((), None)
-            if await here.opened.head(key) is not None:
-                raise NotADirectory("list", path, "is a file")
-            raise NotFound("list", path, "nothing is there")
-
-        return self._run("list", path, call)
+        here = self._here("list")
+        check_name(self._location.scheme, "list", path)
+        return here.listing.page(path, self._location.key(path), page_token)
 
     def read_into(
         self,
@@ -330,47 +322,59 @@ class BucketVolume:
     def remove_directory(self, path: str) -> None:
         """As the protocol has it.
 
-        Raises also: Unsupported: another tool keeps the directory by a key that ends in a slash.
+        Raises also: Unsupported: another tool keeps the directory by a key that ends in a slash,
+        and the store is not S3, or its keys are known to obstore alone.
         """
-        opened = self._here("remove directory").opened
+        here = self._here("remove directory")
+        opened = here.opened
         if not check_name(self._location.scheme, "remove directory", path):
             raise InvalidRequest("remove directory", path, "the volume's root cannot be removed")
         key = self._location.key(path)
 
-        async def call() -> None:
-            found = {meta["path"] for meta in await opened.keys_below(key, _KEYS_TO_LOOK_AT)}
+        async def call() -> bool:
+            found = await opened.some_below(key, _KEYS_TO_LOOK_AT)
             if not found:
                 if await opened.head(key) is not None:
                     raise NotADirectory("remove directory", path, "is a file")
                 raise NotFound("remove directory", path, "nothing is there")
             if found - {key, join(key, DIRECTORY_KEY)}:
                 raise DirectoryNotEmpty("remove directory", path, "the directory has entries")
-            if key in found:
+            if key in found and here.signed is None:
                 raise Unsupported(
                     "remove directory",
                     path,
                     "it is kept by a key that ends in a slash, which obstore cannot delete",
                 )
-            await opened.library.delete_async(opened.store, join(key, DIRECTORY_KEY))
+            if found != {key}:
+                await opened.library.delete_async(opened.store, join(key, DIRECTORY_KEY))
+            return key in found
 
-        self._run("remove directory", path, call)
+        if self._run("remove directory", path, call) and here.signed is not None:
+            here.signed.send("remove directory", path, "DELETE", f"{key}/")
 
     def close(self) -> None:
         self._closed = True
         process = self._process.peek()
         if process is not None:
             process.calls.close()
+            if process.signed is not None:
+                process.signed.close()
 
     def _connect(self) -> _Process:
         library = obstore()
-        opened = Opened(library, make_store(library, self._location, self._options))
-        calls = Calls()
+        location, options = self._location, self._options
+        store = make_store(library, location, options)
+        if location.scheme != "memory":
+            check_credentials(location, store.config, store.credential_provider)
+        signed = make_signed_requests(store, location, options)
+        opened, calls = Opened(library, store), Calls()
         return _Process(
             opened,
             calls,
-            Writing(opened, calls, self._location, self._options),
-            Listing(self._options.page_entries),
-            Places(opened, self._location),
+            Writing(opened, calls, location, options),
+            Listing(opened, calls, signed, options.page_entries),
+            Places(opened, location),
+            signed,
         )
 
     def _here(self, operation: str) -> _Process:
