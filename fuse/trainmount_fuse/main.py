@@ -39,19 +39,17 @@ MOUNTED: Final = b"mounted"
 """What the process in the background tells the one in front."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
-    options = _parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, *, program: str = "trainmount-fuse") -> int:
+    """Run one command; its exit code. `program` is what usage lines call it."""
+    options = _parser(program).parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     configure_logging(verbose=options.verbose)
     result: int = options.run(options)
     return result
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trainmount-fuse", description="Mount a volume as a directory."
-    )
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description="Mount a volume as a directory.")
     parser.add_argument("--verbose", "-v", action="store_true", help="log more")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_mount(commands.add_parser("mount", help="mount a volume at a directory"))
@@ -72,8 +70,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_mount(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="/Volumes/<catalog>/<schema>/<volume> or file:///dir")
+    add(
+        "source",
+        metavar="SOURCE",
+        help="/Volumes[/CATALOG[/SCHEMA[/VOLUME[/...]]]], s3://BUCKET[/...], gs://..., az://... or "
+        "file:///DIRECTORY",
+    )
     add("mountpoint", metavar="MOUNTPOINT", type=Path)
+    add("--profile", default="", metavar="NAME", help="section of ~/.databrickscfg")
     add("--cache-dir", type=Path, metavar="DIR", help="blocks that were read; may be deleted")
     add("--state-dir", type=Path, metavar="DIR", help="written files until they are uploaded")
     add("--cache-size", type=_size, metavar="BYTES", help="for example 20Gi")
@@ -111,6 +115,7 @@ def _mount_in_foreground(options: argparse.Namespace) -> int:
     given = {
         "cache_dir": options.cache_dir or _base("XDG_CACHE_HOME", ".cache") / "cache" / name,
         "state_dir": options.state_dir or _base("XDG_STATE_HOME", ".local/state") / "state" / name,
+        "profile": options.profile,
         "cache_size_bytes": options.cache_size,
         "read_only": options.read_only,
         "allow_other": options.allow_other,

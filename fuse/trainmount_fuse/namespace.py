@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from trainmount_files.errors import NotFound, VolumeError
+from trainmount_files.errors import NotFound, Unsupported, VolumeError
 from trainmount_files.volume import FileStat, Volume, list_directory
 from trainmount_fuse.attributes import Attributes, OpenFile
 from trainmount_fuse.content import Content
@@ -131,9 +131,18 @@ class Namespace:
     async def rename(
         self, old_parent: Inode, old_name: str, new_parent: Inode, new_name: str, flags: int
     ) -> None:
-        """Raises OSError as rename(2), EINVAL for flags other than RENAME_NOREPLACE;
-        VolumeError.
+        """Raises OSError as rename(2), EINVAL for flags other than RENAME_NOREPLACE, EXDEV where
+        the store cannot move it, from one volume to another; VolumeError.
         """
+        try:
+            await self._rename(old_parent, old_name, new_parent, new_name, flags)
+        except Unsupported as error:
+            # mv(1) and shutil.move then copy.
+            raise OSError(errno.EXDEV, error.reason) from error
+
+    async def _rename(
+        self, old_parent: Inode, old_name: str, new_parent: Inode, new_name: str, flags: int
+    ) -> None:
         core = self._core
         core.require_writable()
         if flags & ~RENAME_NOREPLACE:
@@ -401,10 +410,16 @@ def _joined(directory: str, name: str) -> str:
 def _move_tree(volume: Volume, old_path: str, new_path: str) -> None:
     """In a worker thread. May be called again after it was cut off: what was moved is skipped."""
     volume.make_directory(new_path)
-    for stat in list(list_directory(volume, old_path)):
-        target = f"{new_path}/{stat.name}"
-        if stat.is_directory:
-            _move_tree(volume, stat.path, target)
-        else:
-            volume.rename(stat.path, target)
+    try:
+        for stat in list(list_directory(volume, old_path)):
+            target = f"{new_path}/{stat.name}"
+            if stat.is_directory:
+                _move_tree(volume, stat.path, target)
+            else:
+                volume.rename(stat.path, target)
+    except Unsupported:
+        # Whoever copies it now must not find a directory that nobody made.
+        with suppress(VolumeError):
+            volume.remove_directory(new_path)
+        raise
     volume.remove_directory(old_path)

@@ -32,7 +32,7 @@ class MountSettings:
     """
 
     source: str
-    """URL of the volume: `/Volumes/c/s/v[/sub]`, `dbfs:/Volumes/...`, `file:///dir`."""
+    """URL of the volume, as `open_volume` takes it."""
 
     cache_dir: Path
     """Directory of the block cache. May vanish at any time between two mounts; belongs to this
@@ -45,6 +45,9 @@ class MountSettings:
     Must outlive the daemon, and the machine's reboot where unsent writes shall. Belongs to this
     mount alone.
     """
+
+    profile: str = ""
+    """Section of `~/.databrickscfg` that counts before the environment; empty for none."""
 
     mount_id: str = ""
     """Names one kernel mount. The holder makes a new one for each mount(2) and repeats it to every

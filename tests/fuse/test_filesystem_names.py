@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 
-from trainmount_files.errors import Unavailable
+from trainmount_files.errors import Unavailable, Unsupported
 from trainmount_fuse.attributes import ROOT_INO, AttributeChanges
 
 
@@ -311,3 +311,23 @@ async def test_forgetting_unknown_numbers_is_harmless(world: Any) -> None:
     await a.write("f", b"1")
     await a.fs.forget([(12345, 3), ((await a.stat("f")).ino, 999), (ROOT_INO, 1)])
     assert await a.read("f") == b"1"
+
+
+async def test_what_the_store_cannot_move_is_to_be_copied(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one volume to another: mv(1) copies after EXDEV, into a directory that it makes."""
+    a = await world.node()
+    await a.mkdir("d")
+    await a.mkdir("d/e")
+    await a.write("d/e/f", b"1")
+
+    def refuse(source: str, destination: str) -> None:
+        raise Unsupported("rename", source, "cannot be moved")
+
+    monkeypatch.setattr(a.volume, "rename", refuse)
+
+    assert await world.errno_from(a.rename("d/e/f", "g")) == errno.EXDEV
+    assert await world.errno_from(a.rename("d", "other")) == errno.EXDEV
+    assert sorted(await a.entries()) == ["d"]
+    assert await a.read("d/e/f") == b"1"

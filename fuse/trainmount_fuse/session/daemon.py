@@ -111,7 +111,8 @@ def open_filesystem(configuration: dict[str, Any]) -> Filesystem:
     from trainmount_fuse.filesystem import Filesystem
 
     settings = settings_of(configuration)
-    return Filesystem(open_volume(settings.source), settings)
+    volume = open_volume(settings.source, profile=settings.profile or None)
+    return Filesystem(volume, settings)
 
 
 class _Generation:

@@ -117,7 +117,7 @@ def hold(options: HolderOptions) -> int:
     settings = options.settings
     if settings.cache_dir == settings.state_dir:
         raise MountError("the cache and the state need two folders (--cache-dir, --state-dir)")
-    check_volume(settings.source)
+    check_volume(settings.source, profile=settings.profile or None)
     with ExitStack() as stack:
         for folder in (settings.state_dir, settings.cache_dir):
             stack.enter_context(_locked(folder))
@@ -132,16 +132,25 @@ def hold(options: HolderOptions) -> int:
         return _Holder(options, connection, can_take_over=fault is None).run()
 
 
-def check_volume(source: str, timeout_seconds: float = CHECK_TIMEOUT_SECONDS) -> None:
+def check_volume(
+    source: str,
+    timeout_seconds: float = CHECK_TIMEOUT_SECONDS,
+    *,
+    profile: str | None = None,
+) -> None:
     """Raises MountError where `source` is not a directory that this identity may look at, or no
     answer comes."""
     answers: queue.SimpleQueue[FileStat | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            volume = open_volume(source)
+            volume = open_volume(source, profile=profile)
             try:
-                answers.put(volume.stat(""))
+                found = volume.stat("")
+                if not volume.capabilities.keeps_directories:
+                    # Of a bucket the root is there unasked.
+                    volume.list_page("")
+                answers.put(found)
             finally:
                 volume.close()
         except Exception as error:
