@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from urllib.parse import parse_qs, quote_plus, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 from tests.files.conftest import Request, Scripted
 
@@ -17,7 +18,7 @@ MODIFIED = "Mon, 30 Nov 2026 10:00:00 GMT"
 
 @dataclass
 class FakeS3:
-    """Answers HEAD, GET, PUT, DELETE and ListObjectsV2 of one bucket, path style."""
+    """Answers for one bucket, path style: objects, ListObjectsV2, uploads of parts and copies."""
 
     objects: dict[str, bytes]
     """By key, byte for byte as S3 would hold it."""
@@ -26,6 +27,12 @@ class FakeS3:
     """Asked first; what it returns is sent instead."""
 
     requests: list[Request] = field(default_factory=list)
+
+    uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    """Parts by upload and number; an upload is gone when it is completed or aborted."""
+
+    etags: dict[str, str] = field(default_factory=dict)
+    """Of objects made of parts."""
 
     def __call__(self, request: Request) -> Scripted:
         self.requests.append(request)
@@ -39,17 +46,56 @@ class FakeS3:
         parts = urlsplit(request.target)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         assert bucket == "bucket"
+        query = {k: v[0] for k, v in parse_qs(parts.query, keep_blank_values=True).items()}
         if not key and request.method == "GET":
-            return self.listing({k: v[0] for k, v in parse_qs(parts.query).items()})
+            return self.listing(query)
+        if "uploads" in query or "uploadId" in query:
+            return self.upload(request, key, query)
+        if "delete" in query:
+            for name in re.findall(r"<Key>([^<]*)</Key>", request.body.decode()):
+                self.objects.pop(unescape(name), None)
+            return Scripted(body=b"<DeleteResult></DeleteResult>")
         if request.method == "PUT":
+            if request.headers.get("if-none-match") == "*" and key in self.objects:
+                return error(412, "PreconditionFailed")
             self.objects[key] = request.body
+            self.etags.pop(key, None)
             return Scripted(headers={"ETag": etag_of(request.body)})
         if request.method == "DELETE":
             self.objects.pop(key, None)
             return Scripted(status=204)
         if key not in self.objects:
             return error(404, "NoSuchKey")
-        return object_answer(request, self.objects[key])
+        return object_answer(request, self.objects[key], self.etags.get(key))
+
+    def upload(self, request: Request, key: str, query: dict[str, str]) -> Scripted:
+        if "uploads" in query:
+            name = f"upload-{len(self.requests)}"
+            self.uploads[name] = {}
+            body = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId>"
+            return Scripted(body=f"{body}</InitiateMultipartUploadResult>".encode())
+        parts = self.uploads.get(query["uploadId"])
+        if parts is None:
+            return error(404, "NoSuchUpload")
+        if request.method == "PUT":
+            source = unquote(request.headers.get("x-amz-copy-source", "")).removeprefix("/bucket/")
+            source = source.removeprefix("bucket/")
+            data = self.objects[source] if source else request.body
+            parts[int(query["partNumber"])] = data
+            copied = f"<CopyPartResult><ETag>{escape(etag_of(data))}</ETag></CopyPartResult>"
+            return Scripted(headers={"ETag": etag_of(data)}, body=copied.encode() * bool(source))
+        if request.method == "DELETE":
+            del self.uploads[query["uploadId"]]
+            return Scripted(status=204)
+        if request.headers.get("if-none-match") == "*" and key in self.objects:
+            return error(412, "PreconditionFailed")
+        numbers = [int(n) for n in re.findall(rb"<PartNumber>(\d+)<", request.body)]
+        self.objects[key] = b"".join(parts[number] for number in numbers)
+        whole = hashlib.md5(b"".join(hashlib.md5(parts[n]).digest() for n in numbers))
+        self.etags[key] = f'"{whole.hexdigest()}-{len(numbers)}"'
+        del self.uploads[query["uploadId"]]
+        body = f"<CompleteMultipartUploadResult><ETag>{escape(self.etags[key])}</ETag>"
+        return Scripted(body=f"{body}</CompleteMultipartUploadResult>".encode())
 
     def listing(self, query: dict[str, str]) -> Scripted:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
@@ -82,10 +128,11 @@ class FakeS3:
         return Scripted(body=(body + "</ListBucketResult>").encode())
 
 
-def object_answer(request: Request, data: bytes) -> Scripted:
+def object_answer(request: Request, data: bytes, etag: str | None = None) -> Scripted:
     """The whole or the range of an object."""
-    headers = {"ETag": etag_of(data), "Last-Modified": MODIFIED}
-    if "if-match" in request.headers and request.headers["if-match"] != etag_of(data):
+    etag = etag or etag_of(data)
+    headers = {"ETag": etag, "Last-Modified": MODIFIED}
+    if "if-match" in request.headers and request.headers["if-match"] != etag:
         return error(412, "PreconditionFailed")
     if request.method == "HEAD":
         return Scripted(headers=headers | {"Content-Length": str(len(data))})

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from tests.files.conftest import BUCKET_OPTIONS, OPTIONS, Request, Scripted, ScriptedServer
@@ -76,7 +77,7 @@ def make() -> Iterator[MakeBucket]:
     with ExitStack() as stack:
 
         def make(
-            fake: FakeS3, *, deadline_seconds: float = 2.0
+            fake: FakeS3, *, deadline_seconds: float = 2.0, **changes: int
         ) -> tuple[ScriptedServer, BucketVolume]:
             server = stack.enter_context(ScriptedServer(fake))
             storage = {
@@ -86,7 +87,7 @@ def make() -> Iterator[MakeBucket]:
                 "secret_access_key": SECRET,
             }
             retry = replace(OPTIONS.retry, deadline_seconds=deadline_seconds)
-            options = BucketOptions(storage=storage, retry=retry)
+            options = BucketOptions(storage=storage, retry=retry, **changes)  # type: ignore[arg-type]
             opened = BucketVolume(Location("s3", "bucket"), options)
             stack.callback(opened.close)
             return server, opened
@@ -528,6 +529,75 @@ def test_an_exclusive_file_that_s3_cannot_copy_is_refused_before_the_first_byte(
     with local.open("rb") as source, pytest.raises(TooLarge, match="5368709120"):
         bucket.upload("file", source, (5 << 30) + 1, overwrite=False)
     assert server.requests == []
+
+
+def lost_replies(fake: FakeS3, *, applied: bool, skip: int = 0) -> None:
+    """The reply to a completion is lost, be the upload complete or gone by then."""
+    seen = []
+
+    def fault(request: Request) -> Scripted | None:
+        if request.method == "POST" and "uploadId" in request.target:
+            seen.append(request)
+            if len(seen) == skip + 1:
+                fake.answer(request) if applied else fake.uploads.clear()
+                return Scripted(hang_up=True)
+        return None
+
+    fake.fault = fault
+
+
+def local_of(tmp_path: Path, data: bytes) -> BinaryIO:
+    (tmp_path / "local").write_bytes(data)
+    return (tmp_path / "local").open("rb")
+
+
+@pytest.mark.parametrize("before", [None, b"o" * 5500, b"shorter"])
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_lost_reply_to_a_completion_is_settled_by_a_look_at_the_path(
+    make: MakeBucket, tmp_path: Path, applied: bool, before: bytes | None
+) -> None:
+    data = os.urandom(5500)
+    fake = FakeS3({} if before is None else {"f": before})
+    lost_replies(fake, applied=applied)
+    _, bucket = make(fake, part_size_bytes=1000)
+    with local_of(tmp_path, data) as source:
+        if applied:
+            assert bucket.upload("f", source, 5500).size_bytes == 5500
+        else:
+            with pytest.raises(Unavailable, match="does not know the upload any more"):
+                bucket.upload("f", source, 5500)
+    assert fake.objects.get("f") == (data if applied else before)
+    assert fake.uploads == {}
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_lost_reply_of_an_exclusive_upload_is_settled_as_well(
+    make: MakeBucket, tmp_path: Path, skip: int
+) -> None:
+    # The second completion is that of the copy from the staging key.
+    fake = FakeS3({})
+    lost_replies(fake, applied=True, skip=skip)
+    _, bucket = make(fake, part_size_bytes=1000)
+    data = os.urandom(5500)
+    with local_of(tmp_path, data) as source:
+        assert bucket.upload("f", source, 5500, overwrite=False).size_bytes == 5500
+    assert fake.objects == {"f": data}
+
+
+def test_whoever_may_not_look_at_the_path_is_told_that_the_upload_failed(
+    make: MakeBucket, tmp_path: Path
+) -> None:
+    fake = FakeS3({})
+    lost_replies(fake, applied=True)
+    lose = fake.fault
+
+    def fault(request: Request) -> Scripted | None:
+        return error(403, "AccessDenied") if request.method == "HEAD" else lose(request)
+
+    fake.fault = fault
+    _, bucket = make(fake, part_size_bytes=1000)
+    with local_of(tmp_path, bytes(5500)) as source, pytest.raises(Unavailable):
+        bucket.upload("f", source, 5500)
 
 
 # --- A store that answers wrongly

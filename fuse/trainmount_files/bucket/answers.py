@@ -78,8 +78,18 @@ _BY_CODE: Final[dict[str, type[VolumeError]]] = {
     "SlowDown": Unavailable,
     "ServerBusy": Unavailable,
     "OperationTimedOut": Unavailable,
+    # Removed by the store's rule for unfinished uploads, or by somebody: another try may succeed.
+    "NoSuchUpload": Unavailable,
+    "InvalidBlockList": Unavailable,
     # Somebody else writes the same key at this moment.
     "ConditionalRequestConflict": Unavailable,
+}
+
+_REASON_BY_CODE: Final = {
+    "NoSuchBucket": "no such bucket",
+    "ContainerNotFound": "no such bucket",
+    "NoSuchUpload": "the store does not know the upload any more",
+    "InvalidBlockList": "the store does not know the upload any more",
 }
 
 _REASONS: Final[dict[type[VolumeError], str]] = {
@@ -135,8 +145,7 @@ def error_of_answer(operation: str, path: str, status: int, body: str) -> Volume
 def _told(
     kind: type[VolumeError], operation: str, path: str, status: int, code: str, more: str = ""
 ) -> VolumeError:
-    is_bucket = code in ("NoSuchBucket", "ContainerNotFound")
-    reason = "no such bucket" if is_bucket else _REASONS[kind]
+    reason = _REASON_BY_CODE.get(code, _REASONS[kind])
     words = (f"HTTP {status}" if status else "", code, more)
     details = " ".join(word for word in words if word)
     return kind(operation, path, f"{reason} ({details})" if details else reason)

@@ -16,11 +16,17 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, BinaryIO, Final
 
-from trainmount_files.bucket.keys import Opened, bare_etag
+from trainmount_files.bucket.keys import Meta, Opened, bare_etag
 from trainmount_files.bucket.library import Calls
 from trainmount_files.bucket.location import Location
 from trainmount_files.bucket.options import MAX_PARTS, BucketOptions
-from trainmount_files.errors import InvalidRequest, LocalError, TooLarge, VolumeError
+from trainmount_files.errors import (
+    InvalidRequest,
+    LocalError,
+    TooLarge,
+    Unavailable,
+    VolumeError,
+)
 from trainmount_files.paths import STAGING_NAME
 from trainmount_files.retry import Cancellation
 from trainmount_files.volume import Buffer, Progress
@@ -29,6 +35,11 @@ __all__ = ["MAX_COPY_BYTES", "ObjectWriter", "Writing", "slice_of", "whole_bytes
 
 MAX_COPY_BYTES: Final = 5 << 30
 """Of one copy by S3; obstore makes no copies of several parts."""
+
+_UPLOAD_IS_GONE: Final = ("NoSuchUpload", "InvalidBlockList")
+"""What stores say to the completion of an upload that is complete already, or was aborted."""
+
+_UNKNOWN: Final[Meta] = {}
 
 _ABORT_SECONDS: Final = 10.0
 
@@ -192,6 +203,8 @@ class ObjectWriter:
             buffer_size=part_bytes,
             max_concurrency=self._parallelism,
         )
+        # What was at the key when the upload began; None: nothing.
+        self._before: Meta | None = None
         self._lock = threading.Lock()
         self._is_open = True
 
@@ -217,8 +230,15 @@ class ObjectWriter:
                 self._operation, self._path, self._written_bytes + len(data)
             )
 
+        is_first = not self._written_bytes
+
         async def call() -> None:
-            await self._file.write(data)
+            if is_first and not self._is_exclusive:
+                # While the first part is on its way. Under a key of its own nothing can be.
+                looked, _ = await asyncio.gather(self._look(), self._file.write(data))
+                self._before = looked
+            else:
+                await self._file.write(data)
 
         self._writing.calls.run(self._operation, self._path, call, self._cancel)
         self._written_bytes += len(data)
@@ -237,7 +257,11 @@ class ObjectWriter:
 
         with self._lock:
             self._is_open = False
-        self._writing.calls.run(self._operation, self._path, call, self._cancel)
+        try:
+            self._writing.calls.run(self._operation, self._path, call, self._cancel)
+        except Unavailable as error:
+            if not self._was_completed(error, self._before):
+                raise
         if self._is_exclusive:
             self._publish()
         self._report(keep=0)
@@ -261,11 +285,37 @@ class ObjectWriter:
 
     def _publish(self) -> None:
         writing = self._writing
+        staged, self._key = self._key, writing.location.key(self._path)
         try:
-            writing.copy(self._operation, self._key, self._path, overwrite=False)
+            writing.copy(self._operation, staged, self._path, overwrite=False)
+        except Unavailable as error:
+            # A copy is an upload of one part; had it lost to another file, it would still be there.
+            if not self._was_completed(error, None):
+                raise
         finally:
             with suppress(VolumeError):
-                writing.delete(self._operation, self._path, self._key)
+                writing.delete(self._operation, self._path, staged)
+
+    async def _look(self) -> Meta | None:
+        """What is at the key."""
+        opened = self._writing.opened
+        try:
+            return await opened.head(self._key)
+        except opened.library.exceptions.BaseError:
+            return _UNKNOWN
+
+    def _was_completed(self, error: VolumeError, before: Meta | None) -> bool:
+        """Whether the store does not know the upload any more because it is complete: the reply was
+        lost and the request repeated. Then the file is at the key, and was not before.
+        """
+        if not any(code in error.reason for code in _UPLOAD_IS_GONE) or before is _UNKNOWN:
+            return False
+        found = self._writing.calls.run(self._operation, self._path, self._look, self._cancel)
+        if not found or found["size"] != self._written_bytes:
+            return False
+        return before is None or any(
+            found[name] != before[name] for name in ("e_tag", "last_modified")
+        )
 
     def _report(self, *, keep: int) -> None:
         while len(self._unreported) > keep:
