@@ -222,8 +222,8 @@ class ObjectWriter:
             raise TooLarge(
                 self._operation,
                 self._path,
-                f"a file of unknown size may have {self._max_bytes} bytes here: {MAX_PARTS} parts "
-                "of the first part's size, or of part_size_bytes",
+                f"a file of unknown size may have {self._max_bytes} bytes here, {MAX_PARTS} parts "
+                "of the first one's size; a larger first part (part_bytes) or the size allows more",
             )
         if self._is_exclusive:
             self._writing.check_exclusive(
