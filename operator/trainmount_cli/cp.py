@@ -87,11 +87,18 @@ def _copy(
 ) -> int:
     from trainmount_cli.copy_plan import plan_copies
     from trainmount_cli.locations import as_cli_error
-    from trainmount_cli.transfers import Part, failures_of, print_failures, showing_progress
+    from trainmount_cli.transfers import (
+        Part,
+        failures_of,
+        noticing_silence,
+        print_failures,
+        showing_progress,
+    )
     from trainmount_files import VolumeError
     from trainmount_files.trees import Report, copy_file, copy_tree
 
-    planned = plan_copies(sources, destination, volumes, recursive=recursive)
+    with noticing_silence():
+        planned = plan_copies(sources, destination, volumes, recursive=recursive)
     reports = [Report() for _ in planned]
     parts = [
         Part(copy.source, report, _local_target(copy))

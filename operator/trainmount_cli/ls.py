@@ -36,7 +36,7 @@ def ls(
     """
     select(output)
     from trainmount_cli.locations import Volumes, as_cli_error, parse_location, reason_of
-    from trainmount_cli.transfers import interruptible, print_failures
+    from trainmount_cli.transfers import interruptible, noticing_silence, print_failures
     from trainmount_files import VolumeError
 
     locations = [parse_location(text) for text in paths]
@@ -50,8 +50,10 @@ def ls(
         for location in locations:
             try:
                 listing.head(location)
-                for page in _pages(location, volumes, recursive=recursive):
-                    listing.add(location, page)
+                with noticing_silence() as answered:
+                    for page in _pages(location, volumes, recursive=recursive):
+                        answered()
+                        listing.add(location, page)
             except VolumeError as error:
                 problem = as_cli_error(location, error)
                 if len(locations) == 1 and not listing.entries:

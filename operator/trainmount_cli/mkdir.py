@@ -33,7 +33,7 @@ def mkdir(
     """
     select(output)
     from trainmount_cli.locations import Volumes, as_cli_error, parse_location, reason_of
-    from trainmount_cli.transfers import interruptible, print_failures
+    from trainmount_cli.transfers import interruptible, noticing_silence, print_failures
     from trainmount_files import VolumeError
 
     locations = [parse_location(text) for text in paths]
@@ -43,7 +43,8 @@ def mkdir(
     with interruptible("mkdir"), Volumes(profile=profile, chunk_above_bytes=chunks) as volumes:
         for location in locations:
             try:
-                _make(location, volumes, parents=parents)
+                with noticing_silence():
+                    _make(location, volumes, parents=parents)
                 made.append(location.text)
             except VolumeError as error:
                 problem = as_cli_error(location, error)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -25,6 +25,7 @@ __all__ = [
     "failures_of",
     "files_text",
     "interruptible",
+    "noticing_silence",
     "print_failures",
     "printable",
     "showing_progress",
@@ -35,6 +36,8 @@ _PLAIN_PERIOD_SECONDS: Final = 10.0
 """Where standard error is a file: one line in this time, for whoever reads the log."""
 
 _TERMINAL_PERIOD_SECONDS: Final = 0.1
+
+_SILENCE_SECONDS: Final = 10.0
 
 _WRITING: Final = ("write", "make directory")
 
@@ -83,6 +86,29 @@ def interruptible(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def noticing_silence() -> Iterator[Callable[[], None]]:
+    """Say so on standard error where the block takes long before it calls what it is given: the
+    volume keeps trying for minutes, and nobody would know that it is down.
+    """
+    timer = threading.Timer(_SILENCE_SECONDS, _print_silence)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield timer.cancel
+    finally:
+        timer.cancel()
+
+
+def _print_silence() -> None:
+    with contextlib.suppress(OSError):
+        print(
+            "trainmount: no answer yet; it is tried for up to two minutes, Ctrl-C ends it",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+@contextlib.contextmanager
 def showing_progress(verb: str, parts: Sequence[Part]) -> Iterator[None]:
     """Show how far `parts` are while the block lasts: a bar on a terminal, else a line now and
     then.
@@ -112,7 +138,8 @@ def _show_bar(verb: str, parts: Sequence[Part], over: threading.Event) -> None:
 
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        # The colours of rich are one grey where a terminal has 16.
+        BarColumn(complete_style="cyan", finished_style="green", style="bright_black"),
         TextColumn("{task.fields[files]}"),
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
@@ -124,10 +151,12 @@ def _show_bar(verb: str, parts: Sequence[Part], over: threading.Event) -> None:
             done, found, num_bytes = _sums(parts)
             if found == 1 and (total := sum(part.report.num_bytes_found for part in parts)):
                 state: dict[str, Any] = {"completed": num_bytes, "total": total}
+                state["amount"] = f"{size_text(num_bytes)} of {size_text(total)}"
             else:
                 state = {"completed": done, "total": found or None}
-            files = f"{done:,}/{found:,} files"
-            bar.update(task, files=files, amount=size_text(num_bytes), **state)
+                state["files"] = f"{done:,}/{found:,} files"
+                state["amount"] = size_text(num_bytes)
+            bar.update(task, **state)
             bar.refresh()
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from trainmount_files.directory import DirectoryVolume
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
 from trainmount_files.server.settings import ServerSettings
+from trainmount_files.trees import LocalPlace, Report, VolumePlace, copy_file
 
 TOKEN = "dapi-0123456789abcdef"
 ROOT = "/Volumes/main/default/data"
@@ -426,3 +428,41 @@ def test_a_mount_names_itself_as_it_was_called(run: Run, monkeypatch: pytest.Mon
 
     assert done.stdout.startswith("usage: trainmount mount [-h]")
     assert "--profile NAME" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("ls", ROOT), ("mkdir", "-p", f"{ROOT}/d"), ("cp", f"{ROOT}/f", "here")]
+)
+def test_a_store_that_is_silent_is_told_of(
+    run: Run,
+    server: LocalServer,
+    served: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+) -> None:
+    (served / "f").touch()
+    monkeypatch.setattr("trainmount_cli.transfers._SILENCE_SECONDS", 0.05)
+    server.inject(Fault(latency_ms=500, count=1))
+
+    done = run(*arguments)
+
+    words = "no answer yet; it is tried for up to two minutes, Ctrl-C ends it"
+    assert done.stderr == f"trainmount: {words}\n"
+
+
+def test_one_file_that_goes_up_tells_its_size_to_whoever_shows_progress(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(3000))
+    seen: list[int] = []
+
+    class Seen(Report):
+        def found(self, num_files: int, num_bytes: int = 0) -> None:
+            seen.append(num_bytes)
+            super().found(num_files, num_bytes)
+
+    copy_file(
+        LocalPlace(tmp_path / "f"),
+        VolumePlace(DirectoryVolume(tmp_path), "copy"),
+        report=Seen(),
+    )
+
+    assert seen == [3000]

@@ -186,8 +186,10 @@ class _Copy:
     def only_file(self, source: Place) -> None:
         """Copy the root, which is a file."""
         try:
-            entry = Entry("", is_directory=False)
-            if isinstance(source, VolumePlace):
+            if isinstance(source, LocalPlace):
+                size = _size_for_progress(source.path)
+                entry = Entry("", is_directory=False, size_bytes=size)
+            else:
                 found = source.volume.stat(source.path)
                 entry = Entry(
                     "",
@@ -232,6 +234,14 @@ def _route(source: Place, destination: Place, *, is_file: bool, follow_links: bo
         root, prefix = _split(destination.path, is_file=is_file)
         return Download(source.volume, source.path, LocalTarget(root), prefix)
     return Relay(source.volume, source.path, destination.volume, destination.path)
+
+
+def _size_for_progress(path: Path) -> int:
+    """Bytes of a local file; what is wrong with it is told when it is opened."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _split(path: Path, *, is_file: bool) -> tuple[Path, str]:
