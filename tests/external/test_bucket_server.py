@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -28,7 +30,9 @@ from trainmount_files import (
     open_volume,
 )
 from trainmount_files.bucket import BucketVolume, Location
+from trainmount_files.bucket.signed_listing import SignedListing
 from trainmount_files.transfer import download_file, open_writer, upload_file
+from trainmount_files.volume import FileStat
 
 WAIT_SECONDS = 20
 PART_BYTES = REAL_BUCKET_OPTIONS.part_size_bytes
@@ -168,3 +172,77 @@ def test_the_environment_is_enough(
     opened = open_volume(bucket.url)
     assert opened.stat("file").size_bytes == 7
     opened.close()
+
+
+MEASURE = """
+import os, sys
+from pathlib import Path
+from trainmount_files import ByteRange, open_volume
+from trainmount_files.transfer import download_file, open_writer, upload_file
+
+def told(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) >> 10
+
+how, local, num_mib = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+volume = open_volume("s3://volume/memory")
+# obstore, its threads and connections are not counted.
+volume.put("warm", b"1")
+volume.read_into("warm", ByteRange(0, 1), bytearray(1))
+block = os.urandom(1 << 20)
+Path("/proc/self/clear_refs").write_text("5")
+before = told("VmRSS")
+if how == "stream":
+    with open_writer(volume, "file") as writer:
+        for _ in range(num_mib):
+            writer.write(block)
+elif how == "upload":
+    upload_file(volume, local, "file")
+else:
+    download_file(volume, "file", local)
+print(told("VmHWM") - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_file(s3_server: S3Server, tmp_path: Path) -> None:
+    environment = os.environ | {
+        "AWS_ENDPOINT_URL": s3_server.endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": s3_server.access_key,
+        "AWS_SECRET_ACCESS_KEY": s3_server.secret_key,
+    }
+    for how, limit_mib in [("stream", 64), ("download", 64), ("upload", 40)]:
+        command = [sys.executable, "-c", MEASURE, how, str(tmp_path / "local"), "200"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert int(done.stdout) <= limit_mib, how
+
+
+def test_a_signed_listing_is_the_one_of_obstore(bucket: BucketVolume) -> None:
+    directory = "a b+é%"
+    for name in ("a file", "a+b", "a%20b", "a&b=c?#", "é", "[x]", "~t", "it's*(1)!", "ü/ö", "d/e"):
+        bucket.put(f"{directory}/{name}", name.encode())
+    here, key = bucket._process.get(), bucket._location.key(directory)
+    assert here.signed is not None
+    signed = SignedListing(here.signed, 3)
+    found: list[FileStat] = []
+    token, pages = None, 0
+    while pages == 0 or token is not None:
+        entries, refused, token = signed.page(directory, key, token=token)
+        assert (len(entries) <= 3, refused) == (True, ())
+        found += entries
+        pages += 1
+    assert pages == 4
+    expected = {entry.path: entry for entry in list_directory(bucket, directory)}
+    assert {entry.path: entry for entry in found} == expected
+    # What is signed stands in the query as it is, `..` and all.
+    assert signed.page("..", f"{key}/../x//y\n\x7f") == ([], (), None)
+
+
+def test_a_directory_of_another_tool_is_removed(bucket: BucketVolume) -> None:
+    here, key = bucket._process.get(), bucket._location.key("d é+")
+    assert here.signed is not None
+    here.signed.send("put", "d é+", "PUT", f"{key}/")
+    assert bucket.stat("d é+").is_directory
+    bucket.remove_directory("d é+")
+    with pytest.raises(NotFound):
+        bucket.stat("d é+")
