@@ -50,8 +50,10 @@ def served(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(tmp_path: Path, served: Path) -> Iterator[LocalServer]:
+def server(tmp_path: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalServer]:
     served.mkdir(parents=True)
+    # At the end it does not wait for the requests that a fault holds up.
+    monkeypatch.setattr("trainmount_files.server.embedded._STOP_SECONDS", 0.05)
     settings = ServerSettings(
         directory=tmp_path / "served", token=TOKEN, min_part_bytes=1, fsync=False
     )
@@ -242,7 +244,10 @@ class ScriptedServer:
                 self.send_response_only(answer.status)
                 for name, value in answer.headers.items():
                     self.send_header(name, value)
-                if "Content-Length" not in answer.headers:
+                if "Transfer-Encoding" in answer.headers:
+                    # The body is written as it is to be sent.
+                    pass
+                elif "Content-Length" not in answer.headers:
                     self.send_header("Content-Length", str(len(answer.body)))
                 elif int(answer.headers["Content-Length"]) > len(answer.body):
                     self.close_connection = True

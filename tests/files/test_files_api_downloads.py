@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainmount_files import (
 )
 from trainmount_files.files_api import FilesApiVolume
 from trainmount_files.files_api.sdk import Credentials
+from trainmount_files.retry import RetryPolicy
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
 
@@ -172,9 +174,12 @@ def test_a_file_that_is_compressed_itself_arrives_as_it_is(remote: FilesApiVolum
 def test_a_body_that_never_comes_whole_is_an_error_within_the_deadline(
     scripted: MakeVolume,
 ) -> None:
-    _, volume = scripted(lambda request: cut(exact(request, modified=None), 900))
+    server, _ = scripted(lambda request: cut(exact(request, modified=None), 900))
+    hasty = replace(OPTIONS, retry=replace(OPTIONS.retry, deadline_seconds=0.2))
+    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), hasty)
     with pytest.raises(Unavailable, match="900 of 1000 bytes"):
         read(volume, 0, 1000)
+    volume.close()
 
 
 def test_without_a_modification_time_a_cut_body_is_read_from_its_start_again(
@@ -231,6 +236,34 @@ def test_a_body_longer_than_its_range_is_refused(scripted: MakeVolume) -> None:
         read(volume, 0, 100)
 
 
+def test_a_body_that_goes_on_after_its_range_is_refused(scripted: MakeVolume) -> None:
+    headers = {
+        "Content-Range": "bytes 0-99/100000",
+        "Last-Modified": MODIFIED,
+        "Transfer-Encoding": "chunked",
+    }
+    body = b"65\r\n" + DATA[:101] + b"\r\n0\r\n\r\n"
+    _, volume = scripted(lambda _: Scripted(status=206, headers=headers, body=body))
+    with pytest.raises(InexactRange, match="longer than the range"):
+        read(volume, 0, 100)
+
+
+def test_bytes_that_had_to_come_twice_are_counted_once(
+    scripted: MakeVolume, tmp_path: Path
+) -> None:
+    def script(request: Request) -> Scripted:
+        answer = exact(request, modified=None)
+        return cut(answer, 900) if len(server.requests) == 1 else answer
+
+    server, volume = scripted(script)
+    arrived: list[int] = []
+    with (tmp_path / "target").open("w+b") as file:
+        volume.read_to_file("file", ByteRange(0, 1000), file.fileno(), progress=arrived.append)
+    assert (tmp_path / "target").read_bytes() == DATA[:1000]
+    assert [range_of(request) for request in server.requests] == [(0, 1000), (0, 1000)]
+    assert arrived == [900, 100]
+
+
 def test_one_server_error_is_ridden_out(remote: FilesApiVolume, server: LocalServer) -> None:
     remote.put("file", DATA)
     for status in (408, 429, 500, 502, 503, 504):
@@ -270,6 +303,56 @@ def test_a_signed_url_that_is_refused_is_replaced_by_the_files_api(
     remote.put("file", DATA)
     server.inject(Fault(route="presigned_get", **fault))  # type: ignore[arg-type]
     assert read(remote, 100, 200) == DATA[100:200]
+
+
+def test_a_url_that_was_refused_is_not_kept_for_later(
+    remote: FilesApiVolume, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainmount_files.files_api.download._WITHOUT_SIGNED_SECONDS", 0.0)
+    remote.put("file", DATA)
+    server.inject(Fault(route="presigned_get", status=403, count=1))
+    assert read(remote, 0, 100) == DATA[:100]
+    assert read(remote, 100, 200) == DATA[100:200]
+    requests = server.statistics()["requests"]
+    assert (requests["create_download_url"], requests["presigned_get"]) == (2, 2)
+    assert requests["get_file"] == 1
+
+
+def test_a_store_that_cannot_be_connected_to_is_left_for_the_files_api_at_once(
+    scripted: MakeVolume,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closed = listener.getsockname()[1]
+
+    def script(request: Request) -> Scripted:
+        if request.method == "POST":
+            url = f"http://127.0.0.1:{closed}/signed"
+            return Scripted(body=json.dumps({"url": url, "headers": []}).encode())
+        return exact(request)
+
+    server, _ = scripted(script)
+    # Whoever asks the store again waits for longer than a test may take.
+    patient = replace(OPTIONS, retry=RetryPolicy(deadline_seconds=900, first_delay_seconds=1e4))
+    patient = replace(patient, retry=replace(patient.retry, max_delay_seconds=1e4))
+    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), patient)
+    assert read(volume, 0, 100) == DATA[:100]
+    volume.close()
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_refused_condition_means_that_the_file_has_changed(
+    remote: FilesApiVolume, server: LocalServer, is_direct: bool
+) -> None:
+    remote.put("file", DATA)
+    server.inject(
+        Fault(route="create_download_url", status=403 if is_direct else None),
+        Fault(route="presigned_get", status=412),
+        Fault(route="get_file", status=412),
+    )
+    with pytest.raises(PreconditionFailed, match="the file has changed"):
+        read(remote, 0, 100)
+    requests = server.statistics()["requests"]
+    assert requests.get("presigned_get", 0) + requests.get("get_file", 0) == 1
 
 
 EXPIRED = b"""<?xml version="1.0"?>

@@ -179,6 +179,22 @@ def test_a_store_that_is_silent_about_urls_is_read_without_them(
     over.set()
 
 
+def test_a_url_whose_time_is_over_is_not_tried(at: MakeVolume) -> None:
+    def script(request: Request) -> Scripted:
+        if request.method == "GET":
+            return exact(request)
+        url = f"http://{request.headers['host']}/signed/{len(server.requests)}"
+        return Scripted(body=json.dumps({"url": url, "headers": []}).encode())
+
+    server, _ = at(script)
+    options = replace(OPTIONS, url_lifetime_seconds=0.0)
+    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), options)
+    for _ in range(2):
+        assert read(volume, 0, 100) == DATA[:100]
+    assert [request.target for request in server.asked("GET", "/")] == ["/signed/1", "/signed/3"]
+    volume.close()
+
+
 class Renewing(Credentials):
     """Has another token each time it is asked."""
 

@@ -29,6 +29,7 @@ from trainmount_files.files_api import FilesApiVolume
 from trainmount_files.files_api.options import FilesApiOptions
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.files_api.upload import part_size_for
+from trainmount_files.retry import RetryPolicy
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
 from trainmount_files.volume import MIB
@@ -48,6 +49,17 @@ def local(tmp_path: Path) -> Path:
 def upload(volume: FilesApiVolume, local: Path, **options: Any) -> int:
     with local.open("rb") as source:
         return volume.upload("file", source, len(DATA), **options).size_bytes
+
+
+HASTY = RetryPolicy(deadline_seconds=0.2, first_delay_seconds=0.01)
+
+
+def replaced(
+    volume: FilesApiVolume, server: ScriptedServer | LocalServer, **options: Any
+) -> FilesApiVolume:
+    volume.close()
+    credentials = Credentials(host=server.url, token=TOKEN)
+    return FilesApiVolume(ROOT, credentials, replace(OPTIONS, **options))
 
 
 def count(server: LocalServer, route: str) -> int:
@@ -92,8 +104,10 @@ def test_a_store_that_never_begins_an_upload_leaves_nothing(
     remote: FilesApiVolume, server: LocalServer, served: Path, local: Path
 ) -> None:
     server.inject(Fault(route="initiate_upload", status=503))
+    volume = replaced(remote, server, retry=HASTY)
     with pytest.raises(Unavailable, match="HTTP 503"):
-        upload(remote, local)
+        upload(volume, local)
+    volume.close()
     assert not (served / "file").exists()
     assert count(server, "put_file") == 0
 
@@ -232,12 +246,6 @@ def test_a_stream_asks_for_more_urls_at_a_time_the_longer_it_is(scripted: MakeVo
     assert questions[-1][1] == 8
     assert all(number <= max(1, first // 4) for first, number in questions)
     begun.abort()
-
-
-def replaced(volume: FilesApiVolume, server: ScriptedServer, **options: Any) -> FilesApiVolume:
-    volume.close()
-    credentials = Credentials(host=server.url, token=TOKEN)
-    return FilesApiVolume(ROOT, credentials, replace(OPTIONS, **options))
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

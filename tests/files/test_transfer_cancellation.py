@@ -68,12 +68,6 @@ class Silent:
             connection.close()
 
 
-@pytest.fixture(autouse=True)
-def hasty_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that does not wait for the requests that a fault holds up."""
-    monkeypatch.setattr("trainmount_files.server.embedded._STOP_SECONDS", 0.05)
-
-
 @pytest.fixture
 def silent() -> Iterator[Silent]:
     server = Silent()
@@ -177,8 +171,19 @@ def wait_until(condition: Callable[[], bool]) -> None:
         sleep(0.01)
 
 
+EARLIER: set[threading.Thread] = set()
+"""Threads of other tests: a bucket's lives as long as the process."""
+
+
+@pytest.fixture(autouse=True)
+def earlier_threads() -> None:
+    EARLIER.clear()
+    EARLIER.update(threading.enumerate())
+
+
 def threads_of_ours() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("trainmount-")]
+    new = set(threading.enumerate()) - EARLIER
+    return [one.name for one in new if one.name.startswith("trainmount-")]
 
 
 @pytest.mark.parametrize("call", CALLS)
