@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -221,6 +223,47 @@ def test_clients_that_do_not_read_keep_nobody_waiting(crowded: LocalServer, serv
         answers.close()
     for connection in idle:
         connection.close()
+
+
+def test_a_download_without_end_gives_others_their_turn(crowded: LocalServer, served: Path) -> None:
+    content = patterned(3 * MIB)
+    (served / VOLUME / "file").write_bytes(content)
+    (served / VOLUME / "endless").touch()
+    os.truncate(served / VOLUME / "endless", 1 << 42)
+    greedy = connect(crowded)
+    greedy.settimeout(None)
+    greedy.sendall(request("GET", "endless"))
+    # A process of its own, or it would not be faster than the server.
+    code = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1]))"
+    code += "\nwhile s.recv(1 << 22): pass"
+    command = [sys.executable, "-S", "-c", code, f"{greedy.fileno()}"]
+    reader = subprocess.Popen(command, pass_fds=[greedy.fileno()])
+    try:
+        with connect(crowded) as connection:
+            answers = Answers(connection)
+            for _ in range(3):
+                connection.sendall(request("GET", "file"))
+                assert answers.next()[2] == content
+            answers.close()
+    finally:
+        reader.kill()
+        reader.wait()
+        greedy.close()
+
+
+def test_a_large_answer_waits_for_what_is_left_of_small_ones(
+    server: LocalServer, served: Path
+) -> None:
+    # The small ones leave a rest with the event loop whenever the connection is full.
+    sizes = [300_000 if index % 4 == 3 else 30_000 + index for index in range(120)]
+    for index, size in enumerate(sizes):
+        (served / VOLUME / f"{index}").write_bytes(patterned(size, seed=index))
+    with connect(server, receive_buffer_bytes=4096) as connection:
+        connection.sendall(b"".join(request("GET", f"{index}") for index in range(len(sizes))))
+        answers = Answers(connection)
+        for index, size in enumerate(sizes):
+            assert answers.next()[2] == patterned(size, seed=index)
+        answers.close()
 
 
 def test_a_slow_client_gets_every_byte(server: LocalServer, served: Path) -> None:
