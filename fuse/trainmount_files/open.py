@@ -4,6 +4,7 @@ a volume's URL.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -36,7 +37,7 @@ _BUCKETS: Final = ("s3:", "s3a:", "gs:", "gcs:", "az:", "azure:", "abfs:", "abfs
 
 
 def open_volume(
-    url: str,
+    url: str | os.PathLike[str],
     *,
     host: str | None = None,
     token: str | None = None,
@@ -66,7 +67,7 @@ def open_volume(
         Unsupported: a bucket, without the extra `bucket`.
         NotFound: the directory of a `file://` URL does not exist.
     """
-    opened = _open(url, host, token, profile, options)
+    opened = _open(os.fspath(url), host, token, profile, options)
     if chunk_above_bytes is None:
         return opened
     # Imported late: few need it, and it brings the transfers.

@@ -466,3 +466,13 @@ def test_one_file_that_goes_up_tells_its_size_to_whoever_shows_progress(tmp_path
     )
 
     assert seen == [3000]
+
+
+def test_https_to_a_server_without_tls_is_told_at_once(
+    in_process: Run, server: LocalServer
+) -> None:
+    host = server.url.replace("http:", "https:")
+
+    done = in_process("ls", ROOT, status=2, DATABRICKS_HOST=host, DATABRICKS_TOKEN=TOKEN)
+
+    assert "the server speaks no TLS" in done.stderr

@@ -173,6 +173,8 @@ def test_what_is_missing_is_not_found_at_each_level(tree: CatalogVolume) -> None
 def test_a_name_in_upper_case_is_told_the_stored_one(tree: CatalogVolume) -> None:
     with pytest.raises(NotFound, match="there is no catalog Main; it is called main"):
         tree.stat("Main")
+    with pytest.raises(NotFound, match="there is no catalog Main; it is called main"):
+        tree.list_page("Main")
     with pytest.raises(NotFound, match="there is no volume DATA; it is called data"):
         tree.stat("main/default/DATA")
 

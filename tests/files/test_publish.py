@@ -33,6 +33,7 @@ from trainmount_files.directory import DirectoryVolume
 from trainmount_files.files_api import FilesApiVolume
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
+from trainmount_files.trees.fetch import opened
 
 MANIFEST = ".trainmount-manifest.json"
 CLAIM = ".trainmount-publishing"
@@ -367,3 +368,24 @@ def test_the_package_offers_both_without_loading_them() -> None:
     assert done.stdout.split() == ["False", "publish", "fetch"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         trainmount_files.nothing  # noqa: B018
+
+
+def test_places_may_be_text_and_errors_name_the_whole_place(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/f").write_text("1")
+    (tmp_path / "store").mkdir()
+    place = (tmp_path / "store").as_uri() + "/v1"
+
+    publish(str(tmp_path / "model"), place)
+    fetch(place, str(tmp_path / "out"))
+
+    assert (tmp_path / "out/f").read_text() == "1"
+    with pytest.raises(AlreadyExists, match="publish v1: something is published there"):
+        publish(tmp_path / "model", place)
+
+    def fail() -> None:
+        with opened("/Volumes/main/default/data/v1", None) as (_, path):
+            raise AlreadyExists("publish", path, "something is there")
+
+    with pytest.raises(AlreadyExists, match="publish /Volumes/main/default/data/v1: something"):
+        fail()

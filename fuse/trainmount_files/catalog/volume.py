@@ -103,7 +103,12 @@ class CatalogVolume:
         if len(names) >= _VOLUME_DEPTH:
             return self._files.list_page(path, page_token)
         self._check_nameable("list", path, names)
-        below = self._objects.get().below(self._files.api, "list", path, names)
+        try:
+            below = self._objects.get().below(self._files.api, "list", path, names)
+        except NotFound:
+            # From the list that it should be in, its real name is known.
+            self._stat_object("list", path, names)
+            raise
         # The token is the last name of the page before: right whatever came or went in between.
         rest = [
             each

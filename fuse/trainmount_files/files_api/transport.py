@@ -398,6 +398,8 @@ def _describe(error: Exception) -> str:
         return "the server's certificate is not trusted"
     if isinstance(error, exceptions.ProxyError):
         return "the proxy cannot be reached"
+    if _speaks_no_tls(error):
+        return "the server speaks no TLS: http:// in place of https:// (DATABRICKS_HOST)?"
     if any(isinstance(link, ssl.SSLError) for link in _chain(error)):
         # Its errno is the TLS library's own number.
         return "the TLS connection failed"
@@ -453,4 +455,11 @@ def _may_pass(error: Exception) -> bool:
     from urllib3 import exceptions
 
     is_malformed = isinstance(error, exceptions.LocationValueError | ValueError)
-    return not is_malformed and _certificate_error(error) is None
+    return not (is_malformed or _certificate_error(error) or _speaks_no_tls(error))
+
+
+def _speaks_no_tls(error: Exception) -> bool:
+    return any(
+        isinstance(link, ssl.SSLError) and link.reason == "WRONG_VERSION_NUMBER"
+        for link in _chain(error)
+    )

@@ -9,6 +9,7 @@ beside the destination until then, and is removed by whatever ends the download 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
@@ -32,7 +33,7 @@ _END_SECONDS: Final = 30.0
 def download_file(
     volume: Volume,
     path: str,
-    destination: Path,
+    destination: str | os.PathLike[str],
     *,
     overwrite: bool = True,
     version: str | None = None,
@@ -67,7 +68,7 @@ def download_file(
         raise IsADirectory("download", path, "is a directory")
     if version is not None and found.version != version:
         raise PreconditionFailed("download", path, "the file has changed")
-    with NewFile(destination, path, overwrite=overwrite) as new:
+    with NewFile(Path(destination), path, overwrite=overwrite) as new:
         _Download(volume, found, new.descriptor, progress, cancel).run(parallelism, range_bytes)
         new.publish()
     return found

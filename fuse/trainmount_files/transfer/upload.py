@@ -34,7 +34,7 @@ class Readable(Protocol):
 
 def upload_file(
     volume: Volume,
-    source: Path,
+    source: str | os.PathLike[str],
     path: str,
     *,
     overwrite: bool = True,
@@ -55,8 +55,9 @@ def upload_file(
         TooLarge: above a limit of the store.
         Cancelled: `cancel` was set.
     """
-    with local_errors("upload", path, source):
-        file = _open_regular(source)
+    place = Path(source)
+    with local_errors("upload", path, place):
+        file = _open_regular(place)
     with file:
         if cancel is not None and cancel.is_set():
             raise Cancelled("upload", path, "cancelled")
@@ -72,7 +73,7 @@ def upload_file(
                 cancel=cancel,
                 want_version=want_version,
             )
-        with local_errors("upload", path, source):
+        with local_errors("upload", path, place):
             data = os.pread(file.fileno(), size, 0)
         if len(data) < size:
             raise InvalidRequest("upload", path, f"the source has fewer than {size} bytes")

@@ -26,6 +26,7 @@ from trainmount_files.errors import (
     IsADirectory,
     NotFound,
     PreconditionFailed,
+    VolumeError,
 )
 from trainmount_files.open import open_volume
 from trainmount_files.paths import parent_of, split
@@ -51,7 +52,7 @@ _RANGES_OF_A_FILE: Final = 2
 
 def fetch(
     source: str,
-    directory: Path,
+    directory: str | os.PathLike[str],
     *,
     volume: Volume | None = None,
     parallelism: int = 8,
@@ -70,7 +71,7 @@ def fetch(
         Unsupported: the manifest is of a newer version. Cancelled: `cancel` was set.
     """
     with opened(source, volume) as (found, path):
-        return _fetch(found, path, directory, parallelism, report, cancel)
+        return _fetch(found, path, Path(directory), parallelism, report, cancel)
 
 
 @contextmanager
@@ -87,6 +88,11 @@ def opened(place: str, volume: Volume | None) -> Iterator[tuple[Volume, str]]:
     opened = open_volume(url)
     try:
         yield opened, path
+    except VolumeError as error:
+        if not error.path:
+            # Of the volume that was opened here nobody else knows where it begins.
+            error.path = place
+        raise
     finally:
         opened.close()
 

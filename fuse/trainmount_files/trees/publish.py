@@ -39,7 +39,7 @@ __all__ = ["publish"]
 
 
 def publish(
-    directory: Path,
+    directory: str | os.PathLike[str],
     destination: str,
     *,
     volume: Volume | None = None,
@@ -62,7 +62,7 @@ def publish(
         Cancelled: `cancel` was set. VolumeError: the first file that could not be stored.
     """
     with opened(destination, volume) as (found, path):
-        return _publish(directory, found, path, replace, parallelism, report, cancel)
+        return _publish(Path(directory), found, path, replace, parallelism, report, cancel)
 
 
 def _publish(
