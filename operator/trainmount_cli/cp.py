@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainmount_cli.copy_plan import PlannedCopy
     from trainmount_cli.locations import Location, Volumes
     from trainmount_cli.transfers import Part
+    from trainmount_files import Volume
     from trainmount_files.trees import CopyOptions
 
 __all__ = ["cp"]
@@ -165,7 +166,7 @@ def _stream(paths: list[str], volumes: Volumes, options: CopyOptions, output: Ou
     """One side is standard input or output, whose size nobody knows."""
     from trainmount_cli.locations import as_cli_error, parse_location
     from trainmount_files import IsADirectory, VolumeError
-    from trainmount_files.transfer import iterate, upload_stream
+    from trainmount_files.transfer import iterate
 
     if len(paths) != 2 or paths[0] == paths[1]:
         raise CliError("'-' is one of two paths: cp - DESTINATION, or cp SOURCE -")
@@ -177,10 +178,7 @@ def _stream(paths: list[str], volumes: Volumes, options: CopyOptions, output: Ou
         if paths[0] == _STREAM:
             if location.has_slash:
                 raise IsADirectory("copy", path, "must be the name of a file")
-            stored = upload_stream(volume, path, sys.stdin.buffer, overwrite=options.overwrite)
-            result = {"copied": 1, "bytes": stored.size_bytes, "failed": [], "skipped": []}
-            if output is Output.JSON:
-                print_data(result)
+            _store_stream(volume, path, location, options, output)
             return 0
         if output is Output.JSON:
             raise CliError("-o json and '-' would both write to standard output")
@@ -190,3 +188,25 @@ def _stream(paths: list[str], volumes: Volumes, options: CopyOptions, output: Ou
     except VolumeError as error:
         raise as_cli_error(location, error) from None
     return 0
+
+
+def _store_stream(
+    volume: Volume, path: str, location: Location, options: CopyOptions, output: Output
+) -> None:
+    """Raises VolumeError."""
+    from trainmount_cli.transfers import printable
+    from trainmount_files import AlreadyExists
+    from trainmount_files.transfer import upload_stream
+
+    result: dict[str, Any] = {"copied": 0, "bytes": 0, "failed": [], "skipped": []}
+    try:
+        stored = upload_stream(volume, path, sys.stdin.buffer, overwrite=options.overwrite)
+        result |= {"copied": 1, "bytes": stored.size_bytes}
+    except AlreadyExists:
+        if options.overwrite:
+            raise
+        result["skipped"] = [{"path": location.text, "reason": "exists"}]
+    if output is Output.JSON:
+        print_data(result)
+    elif result["skipped"]:
+        print(f"trainmount: {printable(location.text)}: skipped: exists", file=sys.stderr)

@@ -72,6 +72,9 @@ def run_checks() -> Iterator[Check]:
         check_fuse_library,
         check_torchrun,
         check_kernel,
+        check_credentials,
+        check_bucket_extra,
+        check_fsspec_extra,
     )
     for question in questions:
         yield question()
@@ -147,6 +150,40 @@ def check_kernel() -> Check:
     detail = f"{release}: when a daemon dies, files that are open get an error"
     remedy = "a kernel from 6.9 on"
     return Check(name="kernel", is_ok=False, detail=detail, remedy=remedy, is_required=False)
+
+
+def check_credentials() -> Check:
+    """Whether a host and a token are configured; nobody is asked whether they are right."""
+    from trainmount_files import VolumeError
+    from trainmount_files.files_api import Credentials
+
+    name = "Databricks"
+    try:
+        host = Credentials().host
+    except VolumeError:
+        detail = "no host and token are configured, which /Volumes paths need"
+        remedy = (
+            "export DATABRICKS_HOST=https://... DATABRICKS_TOKEN=..., or write them to "
+            "~/.databrickscfg"
+        )
+        return Check(name=name, is_ok=False, detail=detail, remedy=remedy, is_required=False)
+    return Check(name=name, is_ok=True, detail=f"{host} is configured")
+
+
+def check_bucket_extra() -> Check:
+    return _check_extra("bucket", "obstore", "s3://, gs:// and az:// paths")
+
+
+def check_fsspec_extra() -> Check:
+    return _check_extra("fsspec", "fsspec", "volumes:// paths of pandas, pyarrow and datasets")
+
+
+def _check_extra(extra: str, package: str, purpose: str) -> Check:
+    if importlib.util.find_spec(package) is not None:
+        return Check(name=extra, is_ok=True, detail=f"is installed, for {purpose}")
+    detail = f"is not installed; it is for {purpose}"
+    remedy = f"pip install 'trainmount[{extra}]'"
+    return Check(name=extra, is_ok=False, detail=detail, remedy=remedy, is_required=False)
 
 
 def _namespace_remedy() -> str:

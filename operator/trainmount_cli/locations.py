@@ -188,11 +188,14 @@ def as_cli_error(location: Location, error: VolumeError) -> CliError:
     is_usage = isinstance(error, InvalidRequest)
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), "INVALID_ARGS")
     status = EXIT_USAGE if is_usage else EXIT_FAILED
-    return CliError(f"{location.text}: {reason_of(error)}", code=code, exit_status=status)
+    return CliError(f"{location.text}: {reason_of(error, location)}", code=code, exit_status=status)
 
 
-def reason_of(error: VolumeError) -> str:
-    """What went wrong, in words."""
+def reason_of(error: VolumeError, location: Location) -> str:
+    """What went wrong at or below `location`, in words."""
+    if location.is_local and isinstance(error, DirectoryNotEmpty):
+        # A volume has no links, so those of a directory are not seen.
+        return "not empty: links and special files are not removed; that is for rm(1)"
     if re.fullmatch(r"HTTP \d+", error.reason) is None:
         return error.reason
     words = next((text for kind, text in _PLAIN.items() if isinstance(error, kind)), "failed")

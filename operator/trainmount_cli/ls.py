@@ -58,7 +58,11 @@ def ls(
                 problem = as_cli_error(location, error)
                 if len(locations) == 1 and not listing.entries:
                     raise problem from None
-                failure = {"path": location.text, "code": problem.code, "message": reason_of(error)}
+                failure = {
+                    "path": location.text,
+                    "code": problem.code,
+                    "message": reason_of(error, location),
+                }
                 failures.append(failure)
     if output is Output.JSON:
         print_data({"entries": listing.entries, "failed": failures})

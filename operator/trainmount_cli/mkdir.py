@@ -50,7 +50,11 @@ def mkdir(
                 problem = as_cli_error(location, error)
                 if len(locations) == 1:
                     raise problem from None
-                failure = {"path": location.text, "code": problem.code, "message": reason_of(error)}
+                failure = {
+                    "path": location.text,
+                    "code": problem.code,
+                    "message": reason_of(error, location),
+                }
                 failures.append(failure)
     if output is Output.JSON:
         print_data({"made": made, "failed": failures})

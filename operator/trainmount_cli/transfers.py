@@ -183,7 +183,7 @@ def failures_of(parts: Sequence[Part]) -> list[dict[str, str]]:
 
 
 def _message(part: Part, failure: Failure) -> str:
-    reason = reason_of(failure.error)
+    reason = reason_of(failure.error, part.location)
     is_there = isinstance(failure.error, LocalError) or failure.error.operation in _WRITING
     if not (part.local_target and is_there):
         return reason

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from trainmount_cli import doctor
 from trainmount_files.directory import DirectoryVolume
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
@@ -476,3 +477,49 @@ def test_https_to_a_server_without_tls_is_told_at_once(
     done = in_process("ls", ROOT, status=2, DATABRICKS_HOST=host, DATABRICKS_TOKEN=TOKEN)
 
     assert "the server speaks no TLS" in done.stderr
+
+
+def test_a_stream_leaves_what_is_there_with_no_clobber(
+    run: Run, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (served / "f").write_text("old")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"new")))
+
+    done = run("cp", "-n", "-", f"{ROOT}/f")
+
+    assert done.stderr == f"trainmount: {ROOT}/f: skipped: exists\n"
+    assert (served / "f").read_text() == "old"
+
+
+def test_links_that_keep_a_local_directory_are_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/link").symlink_to("nowhere")
+
+    done = run("rm", "-r", "here", status=1)
+
+    assert "links and special files are not removed" in done.stderr
+    assert (tmp_path / "here/link").is_symlink()
+
+
+def test_doctor_tells_of_credentials_and_extras(
+    run: Run, in_process: Run, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checks(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[bool, bool, str]]:
+        return {
+            check["name"]: (check["is_ok"], check["is_required"], check["detail"])
+            for check in data_of(done)["checks"]
+        }
+
+    monkeypatch.setattr("trainmount_cli.doctor.check_namespaces", lambda: checked)
+    checked = doctor.Check(name="namespaces", is_ok=True, detail="")
+    for name in ("fuse_device", "fuse_library"):
+        monkeypatch.setattr(f"trainmount_cli.doctor.check_{name}", lambda: checked)
+
+    found = checks(run("doctor", "-o", "json"))
+    assert found["Databricks"] == (True, True, f"{server.url} is configured")
+    assert found["bucket"][0] and found["fsspec"][0]
+
+    for name in ("DATABRICKS_HOST", "DATABRICKS_TOKEN"):
+        monkeypatch.setenv(name, "")
+    missing = checks(in_process("doctor", "-o", "json"))["Databricks"]
+    assert missing == (False, False, "no host and token are configured, which /Volumes paths need")
