@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import hypothesis
 import pytest
 from tests.external.s3_server import BUCKET, S3Server, running_s3_server
 
@@ -99,10 +100,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--real-bucket", action="store_true", help="the volume suite over an S3 server it starts"
     )
     parser.addoption(
+        "--examples",
+        type=int,
+        default=12,
+        help="inputs of a property that does not say how many it needs; 200 for a long look",
+    )
+    parser.addoption(
         "--volume",
         metavar="URL",
         help="the volume suite over a new directory in this volume, which it removes afterwards",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    examples = config.getoption("--examples", default=12)
+    hypothesis.settings.register_profile("files", max_examples=examples)
+    hypothesis.settings.load_profile("files")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

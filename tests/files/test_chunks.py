@@ -688,9 +688,7 @@ def test_two_writers_at_once_never_make_a_mix(
 ERRORS = st.sampled_from([Unavailable, Cancelled, NotFound, InvalidRequest])
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 12_000), min_size=2, max_size=4),
     fail_at=st.integers(0, 25),
@@ -736,9 +734,7 @@ def test_a_write_that_fails_at_any_step_leaves_one_whole_file(
     assert names(chunked) == []
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.integers(LIMIT + 1, 30_000),
     limits=st.tuples(st.integers(500, LIMIT), st.integers(1, 5000)),

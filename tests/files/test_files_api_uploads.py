@@ -363,7 +363,7 @@ def test_complete_that_was_carried_out_unseen_and_then_is_unknown_is_success(
 
 
 @pytest.mark.parametrize(
-    "head", [Scripted(headers=OLDER), Scripted(headers={"Content-Length": "5"}), GONE]
+    "head", [Scripted(headers=OLDER), Scripted(headers={**OURS, "Content-Length": "5"}), GONE]
 )
 def test_complete_of_an_upload_that_expired_is_an_error(
     scripted: MakeVolume, local: Path, head: Scripted
