@@ -34,6 +34,9 @@ class FakeS3:
     etags: dict[str, str] = field(default_factory=dict)
     """Of objects made of parts."""
 
+    metadata: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Headers of objects and of uploads."""
+
     def __call__(self, request: Request) -> Scripted:
         self.requests.append(request)
         answered = self.fault(request) or self.answer(request)
@@ -60,18 +63,21 @@ class FakeS3:
                 return error(412, "PreconditionFailed")
             self.objects[key] = request.body
             self.etags.pop(key, None)
+            self.metadata[key] = metadata_of(request)
             return Scripted(headers={"ETag": etag_of(request.body)})
         if request.method == "DELETE":
             self.objects.pop(key, None)
             return Scripted(status=204)
         if key not in self.objects:
             return error(404, "NoSuchKey")
-        return object_answer(request, self.objects[key], self.etags.get(key))
+        answered = object_answer(request, self.objects[key], self.etags.get(key))
+        return replace(answered, headers=answered.headers | self.metadata.get(key, {}))
 
     def upload(self, request: Request, key: str, query: dict[str, str]) -> Scripted:
         if "uploads" in query:
             name = f"upload-{len(self.requests)}"
             self.uploads[name] = {}
+            self.metadata[name] = metadata_of(request)
             body = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId>"
             return Scripted(body=f"{body}</InitiateMultipartUploadResult>".encode())
         parts = self.uploads.get(query["uploadId"])
@@ -94,6 +100,7 @@ class FakeS3:
         whole = hashlib.md5(b"".join(hashlib.md5(parts[n]).digest() for n in numbers))
         self.etags[key] = f'"{whole.hexdigest()}-{len(numbers)}"'
         del self.uploads[query["uploadId"]]
+        self.metadata[key] = self.metadata[query["uploadId"]]
         body = f"<CompleteMultipartUploadResult><ETag>{escape(self.etags[key])}</ETag>"
         return Scripted(body=f"{body}</CompleteMultipartUploadResult>".encode())
 
@@ -145,6 +152,10 @@ def object_answer(request: Request, data: bytes, etag: str | None = None) -> Scr
         return error(416, "InvalidRange")
     headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
     return Scripted(status=206, headers=headers, body=data[start:end])
+
+
+def metadata_of(request: Request) -> dict[str, str]:
+    return {k: v for k, v in request.headers.items() if k.startswith("x-amz-meta-")}
 
 
 def error(status: int, code: str, more: str = "") -> Scripted:

@@ -60,6 +60,19 @@ class Opened:
     async def is_there(self, key: str) -> bool:
         return await self.head(key) is not None
 
+    async def marked(self, key: str, mark: dict[str, str]) -> Meta | None:
+        """The object at the key where it has this metadata; None of any other, or where it cannot
+        be seen.
+        """
+        try:
+            result = await self.library.get_async(self.store, key, options={"head": True})
+        except (FileNotFoundError, self.library.exceptions.BaseError):
+            return None
+        found: Meta = result.meta
+        if any(result.attributes.get(name) != value for name, value in mark.items()):
+            return None
+        return found
+
     async def some_below(self, key: str, most: int) -> set[str]:
         """Up to `most` keys that begin with `key` and a slash, in one request; `key` itself stands
         for what is only that.

@@ -16,7 +16,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, BinaryIO, Final
 
-from trainmount_files.bucket.keys import Meta, Opened, bare_etag
+from trainmount_files.bucket.keys import Opened, bare_etag
 from trainmount_files.bucket.library import Calls
 from trainmount_files.bucket.location import Location
 from trainmount_files.bucket.options import MAX_PARTS, BucketOptions
@@ -39,7 +39,8 @@ MAX_COPY_BYTES: Final = 5 << 30
 _UPLOAD_IS_GONE: Final = ("NoSuchUpload", "InvalidBlockList")
 """What stores say to the completion of an upload that is complete already, or was aborted."""
 
-_UNKNOWN: Final[Meta] = {}
+_MARK: Final = "trainmountput"
+"""Metadata that tells whose request made an object. Letters only, as Azure has it."""
 
 _ABORT_SECONDS: Final = 10.0
 
@@ -110,15 +111,24 @@ class Writing:
             AlreadyExists: `overwrite=False` and the key is taken.
         """
         opened, key = self.opened, self.location.key(path)
+        mark = {} if overwrite else {_MARK: uuid.uuid4().hex}
 
         async def call() -> str:
-            result = await opened.library.put_async(
-                opened.store,
-                key,
-                data,
-                mode="overwrite" if overwrite else "create",
-                use_multipart=False,
-            )
+            try:
+                result = await opened.library.put_async(
+                    opened.store,
+                    key,
+                    data,
+                    mode="overwrite" if overwrite else "create",
+                    attributes=mark,
+                    use_multipart=False,
+                )
+            except opened.library.exceptions.AlreadyExistsError:
+                # Where a reply is lost obstore repeats the request, which then meets its own file.
+                found = await opened.marked(key, mark)
+                if found is None:
+                    raise
+                return bare_etag(found["e_tag"])
             return bare_etag(result["e_tag"])
 
         return self.calls.run(operation, path, call, cancel)
@@ -196,15 +206,15 @@ class ObjectWriter:
         self._parallelism = writing.options.parallelism_of(part_bytes)
         # Sizes that may still be under way, so not yet reported as stored.
         self._unreported: deque[int] = deque()
+        self._mark = {_MARK: uuid.uuid4().hex}
         library = writing.opened.library
         self._file: Any = library.open_writer_async(
             writing.opened.store,
             self._key,
             buffer_size=part_bytes,
             max_concurrency=self._parallelism,
+            attributes=self._mark,
         )
-        # What was at the key when the upload began; None: nothing.
-        self._before: Meta | None = None
         self._lock = threading.Lock()
         self._is_open = True
 
@@ -230,15 +240,8 @@ class ObjectWriter:
                 self._operation, self._path, self._written_bytes + len(data)
             )
 
-        is_first = not self._written_bytes
-
         async def call() -> None:
-            if is_first and not self._is_exclusive:
-                # While the first part is on its way. Under a key of its own nothing can be.
-                looked, _ = await asyncio.gather(self._look(), self._file.write(data))
-                self._before = looked
-            else:
-                await self._file.write(data)
+            await self._file.write(data)
 
         self._writing.calls.run(self._operation, self._path, call, self._cancel)
         self._written_bytes += len(data)
@@ -260,7 +263,8 @@ class ObjectWriter:
         try:
             self._writing.calls.run(self._operation, self._path, call, self._cancel)
         except Unavailable as error:
-            if not self._was_completed(error, self._before):
+            # The reply was lost, and the request repeated?
+            if not _is_gone(error) or not self._is_at(self._key, self._mark):
                 raise
         if self._is_exclusive:
             self._publish()
@@ -285,40 +289,33 @@ class ObjectWriter:
 
     def _publish(self) -> None:
         writing = self._writing
-        staged, self._key = self._key, writing.location.key(self._path)
         try:
-            writing.copy(self._operation, staged, self._path, overwrite=False)
+            writing.copy(self._operation, self._key, self._path, overwrite=False)
         except Unavailable as error:
-            # A copy is an upload of one part; had it lost to another file, it would still be there.
-            if not self._was_completed(error, None):
+            # A copy is an upload of one part, without metadata; had it lost to another file, it
+            # would still be known.
+            if not _is_gone(error) or not self._is_at(writing.location.key(self._path), {}):
                 raise
         finally:
             with suppress(VolumeError):
-                writing.delete(self._operation, self._path, staged)
+                writing.delete(self._operation, self._path, self._key)
 
-    async def _look(self) -> Meta | None:
-        """What is at the key."""
+    def _is_at(self, key: str, mark: dict[str, str]) -> bool:
+        """Whether what was written is at the key."""
         opened = self._writing.opened
-        try:
-            return await opened.head(self._key)
-        except opened.library.exceptions.BaseError:
-            return _UNKNOWN
 
-    def _was_completed(self, error: VolumeError, before: Meta | None) -> bool:
-        """Whether the store does not know the upload any more because it is complete: the reply was
-        lost and the request repeated. Then the file is at the key, and was not before.
-        """
-        if not any(code in error.reason for code in _UPLOAD_IS_GONE) or before is _UNKNOWN:
-            return False
-        found = self._writing.calls.run(self._operation, self._path, self._look, self._cancel)
-        if not found or found["size"] != self._written_bytes:
-            return False
-        return before is None or any(
-            found[name] != before[name] for name in ("e_tag", "last_modified")
-        )
+        async def call() -> bool:
+            found = await opened.marked(key, mark)
+            return found is not None and found["size"] == self._written_bytes
+
+        return self._writing.calls.run(self._operation, self._path, call, self._cancel)
 
     def _report(self, *, keep: int) -> None:
         while len(self._unreported) > keep:
             size = self._unreported.popleft()
             if self._progress is not None:
                 self._progress(size)
+
+
+def _is_gone(error: VolumeError) -> bool:
+    return any(code in error.reason for code in _UPLOAD_IS_GONE)
