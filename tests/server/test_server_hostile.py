@@ -251,15 +251,16 @@ def test_an_upload_is_nobodys_by_another_path(http: Http, served: Path, other: s
 
 def test_a_part_counts_once_and_in_its_last_version(http: Http, server: LocalServer) -> None:
     token = initiate(http)
-    old, new = put_part(http, token, b"the old one"), put_part(http, token, b"new")
-    assert server.statistics()["staged_bytes"] == len(b"new")
+    content = b"n" * (5 << 20)  # as large as one must be that is not the last
+    old, new = put_part(http, token, b"old"), put_part(http, token, content)
+    assert server.statistics()["staged_bytes"] == len(content)
 
     for parts in ([old], [new, new], [old, new]):
         answer = complete(http, token, {"parts": parts})
         assert (answer.status, answer.json()["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
 
     assert complete(http, token, {"parts": [new]}).status == 200
-    assert http("GET", f"{FILES}/file").data == b"new"
+    assert http("GET", f"{FILES}/file").data == content
 
 
 def test_completes_at_once_are_one(http: Http) -> None:
