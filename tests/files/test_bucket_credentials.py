@@ -25,6 +25,7 @@ from trainmount_files import (
     open_volume,
 )
 from trainmount_files.bucket import Location, metadata
+from trainmount_files.bucket.s3_settings import S3Address
 from trainmount_files.per_process import PerProcess
 
 SECRET = "wJalrXUtnFEMI-K7MDENG-bPxRfiCYEXAMPLEKEY"
@@ -255,3 +256,27 @@ def test_an_open_bucket_is_listed_without_a_signature(server: ScriptedServer) ->
     assert [entry.path for entry in list_directory(volume, "d")] == ["d/f"]
     assert not any("authorization" in request.headers for request in server.requests)
     volume.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "url"),
+    [
+        ({}, {}, "https://s3.us-east-1.amazonaws.com/b"),
+        ({}, {"AWS_DEFAULT_REGION": "eu-west-1"}, "https://s3.eu-west-1.amazonaws.com/b"),
+        ({"region": "eu-north-1"}, {"AWS_REGION": "x"}, "https://s3.eu-north-1.amazonaws.com/b"),
+        ({"endpoint": "http://h:1/"}, {"AWS_ENDPOINT_URL": "http://x"}, "http://h:1/b"),
+        ({}, {"AWS_ENDPOINT_URL_S3": "http://h", "AWS_ENDPOINT": "http://x"}, "http://h/b"),
+        (
+            {"virtual_hosted_style_request": "true"},
+            {"AWS_REGION": "r"},
+            "https://b.s3.r.amazonaws.com",
+        ),
+        ({"endpoint": "http://b.h"}, {"AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true"}, "http://b.h"),
+    ],
+)
+def test_signed_requests_go_where_those_of_obstore_go(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], variables: dict[str, str], url: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert S3Address.of(Location("s3", "b"), given).url == url

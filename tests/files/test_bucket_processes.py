@@ -17,6 +17,7 @@ from tests.files.fake_s3 import FakeS3
 from trainmount_files import ByteRange, open_volume
 from trainmount_files.bucket import BucketVolume, Location
 from trainmount_files.bucket.library import obstore
+from trainmount_files.volume import list_pages
 
 SECRET = "wJalrXUtnFEMI-K7MDENG-bPxRfiCYEXAMPLEKEY"
 WAIT_SECONDS = 60
@@ -39,7 +40,9 @@ def no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer(FakeS3({"data/file": b"content"})) as running:
+    # One page is listed past obstore.
+    keys = {"data/file": b"content", "data/d/../x": b"1", "data/d/content": b"2"}
+    with ScriptedServer(FakeS3(keys)) as running:
         yield running
 
 
@@ -61,6 +64,9 @@ def bucket(server: ScriptedServer) -> Iterator[BucketVolume]:
 def read(bucket: BucketVolume) -> bytes:
     buffer = bytearray(7)
     bucket.read_into("file", ByteRange(0, 7), buffer)
+    (page,) = list_pages(bucket, "d")
+    assert page.refused == ("../x",)
+    assert [entry.name.encode() for entry in page.entries] == [bytes(buffer)]
     return bytes(buffer)
 
 
