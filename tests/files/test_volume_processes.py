@@ -232,7 +232,8 @@ def test_a_profile_of_the_sdk_is_used(
 
 
 def test_nothing_configured_is_told_with_what_to_do() -> None:
-    with pytest.raises(Unauthenticated, match="set DATABRICKS_HOST and DATABRICKS_TOKEN"):
+    words = "default credentials; set DATABRICKS_HOST and DATABRICKS_TOKEN"
+    with pytest.raises(Unauthenticated, match=words):
         open_volume(ROOT).stat("file")
 
 

@@ -9,6 +9,7 @@ shares its sockets with forked children and logs the bodies of answers, signed U
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
@@ -25,6 +26,14 @@ __all__ = ["Credentials"]
 _DISCOVERY_SECONDS: Final = 10
 """The SDK looks for `/.well-known/databricks-config` when it is configured and would retry that for
 five minutes.
+"""
+
+_NOISE: Final = re.compile(
+    r", please check https://\S+ to configure credentials for your preferred authentication method"
+    r"|(?:,| Config:) (?:http|retry)_timeout_seconds=[0-9.]+(?=[,.]|$)"
+)
+"""Of the SDK's texts, what tells a person nothing: an address that is redacted, and limits that are
+ours.
 """
 
 _OTHER_AUTHENTICATION: Final = (
@@ -173,7 +182,8 @@ class _Sdk:
             failure = Unauthenticated("open", "", _how_to_configure("no host is configured"))
         except ValueError as error:
             # The SDK's text names the settings it saw, tokens masked; ours masks once more.
-            failure = Unauthenticated("open", "", _how_to_configure(one_line(str(error))))
+            text = _NOISE.sub("", str(error)).rstrip(".")
+            failure = Unauthenticated("open", "", _how_to_configure(one_line(text)))
         raise failure
 
     def headers(self) -> dict[str, str]:
