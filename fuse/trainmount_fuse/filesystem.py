@@ -342,12 +342,12 @@ class Filesystem:
         return [f"{_XATTR_PREFIX}{name}".encode() for name in _XATTRS]
 
     async def setxattr(self, ino: int, name: bytes, value: bytes) -> None:  # noqa: ARG002
-        """A volume keeps no attributes: EPERM for our own, EOPNOTSUPP for others."""
-        self._refuse_xattr(ino, name)
+        """A volume keeps no attributes: EOPNOTSUPP, over which mv(1) and cp(1) are silent."""
+        self._refuse_xattr(ino)
 
-    async def removexattr(self, ino: int, name: bytes) -> None:
+    async def removexattr(self, ino: int, name: bytes) -> None:  # noqa: ARG002
         """As `setxattr`."""
-        self._refuse_xattr(ino, name)
+        self._refuse_xattr(ino)
 
     # Seeing
 
@@ -441,10 +441,8 @@ class Filesystem:
         if not is_used and not inode.lock.locked():
             core.inodes.drop(inode)
 
-    def _refuse_xattr(self, ino: int, name: bytes) -> None:
+    def _refuse_xattr(self, ino: int) -> None:
         self._started().inodes.get(ino)
-        if name.startswith(_XATTR_PREFIX.encode()):
-            raise OSError(errno.EPERM, "this attribute is read-only")
         raise OSError(errno.EOPNOTSUPP, "a volume keeps no extended attributes")
 
 

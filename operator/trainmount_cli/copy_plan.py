@@ -27,6 +27,7 @@ from trainmount_files import (
     Volume,
     VolumeError,
 )
+from trainmount_files.directory.io import os_errors
 from trainmount_files.trees import LocalPlace, Place, VolumePlace
 
 __all__ = ["PlannedCopy", "plan_copies"]
@@ -147,12 +148,11 @@ def _require_volume(location: Location, volume: Volume) -> None:
 
 def _local_kind(location: Location) -> _Kind:
     """Links are followed: whoever names one means where it leads."""
-    try:
-        mode = location.local_path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return _Kind.MISSING
-    except OSError as error:
-        raise InvalidRequest("copy", location.text, (error.strerror or "failed").lower()) from None
+    with os_errors("copy", location.text):
+        try:
+            mode = location.local_path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return _Kind.MISSING
     if stat.S_ISDIR(mode):
         return _Kind.DIRECTORY
     if not stat.S_ISREG(mode):
