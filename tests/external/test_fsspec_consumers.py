@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from trainmount_files import open_volume
 from trainmount_files.filesystem import VolumesFileSystem
 from trainmount_files.server import LocalServer, ServerSettings
+from trainmount_files.transfer import open_reader, open_writer
 
 TOKEN = "dapi-0123456789abcdef"
 ROOT = "/Volumes/main/default/data"
@@ -121,6 +123,19 @@ def test_torch_saves_and_loads() -> None:
     with fs.open(f"{ROOT}/checkpoint/model.pt", "rb") as file:
         loaded = torch.load(file, weights_only=True)
     assert torch.equal(loaded["layer"], weights["layer"])
+
+
+def test_torch_saves_into_a_writer_and_loads_from_a_reader_in_place() -> None:
+    torch = pytest.importorskip("torch")
+    tensors = {"weight": torch.arange(40_000.0), "bias": torch.ones(7)}
+    volume = open_volume(ROOT)
+    with open_writer(volume, "file") as writer:
+        torch.save(tensors, writer)
+    with io.BufferedReader(open_reader(volume, "file", block_bytes=16 << 10)) as reader:
+        found = torch.load(reader, weights_only=True)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    volume.close()
 
 
 def test_hugging_face_datasets_load_from_a_volume(

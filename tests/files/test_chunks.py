@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ LIMIT = 4096
 CHUNK = 1500
 
 
+@lru_cache(maxsize=100)
 def pattern(size_bytes: int, seed: int = 0) -> bytes:
     return bytes((number * 31 + number // 251 + seed) % 256 for number in range(size_bytes))
 

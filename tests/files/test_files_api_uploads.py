@@ -241,8 +241,11 @@ def test_a_stream_asks_for_more_urls_at_a_time_the_longer_it_is(scripted: MakeVo
     begun = volume.start_upload("file")
     for number in range(1, 65):
         begun.put_part(number, b"x")
+        if number == 9:
+            # Its URL has been used.
+            begun.put_part(number, b"y")
     questions = [asked_for(request) for request in server.asked("POST", URLS)]
-    assert questions[:8] == [*((number, 1) for number in range(1, 8)), (8, 2)]
+    assert questions[:9] == [*((number, 1) for number in range(1, 8)), (8, 2), (9, 2)]
     assert questions[-1][1] == 8
     assert all(number <= max(1, first // 4) for first, number in questions)
     begun.abort()
@@ -507,6 +510,21 @@ def test_a_part_beyond_the_last_is_refused_and_names_the_limit(remote: FilesApiV
     with pytest.raises(TooLarge, match="10000"):
         begun.put_part(10_001, b"x")
     begun.abort()
+
+
+def test_a_part_that_is_too_large_is_refused_before_its_first_byte(
+    remote: FilesApiVolume, server: LocalServer
+) -> None:
+    volume = replaced(remote, server, part_size_bytes=1000, max_part_bytes=1000)
+    begun = volume.start_upload("file")
+    begun.put_part(1, bytes(1000))
+    with pytest.raises(TooLarge, match="a part may have 1000 bytes, this one has 1001"):
+        begun.put_part(2, bytes(1001))
+    with pytest.raises(TooLarge, match="part 0 is not among the 1 to 10000 parts"):
+        begun.put_part(0, b"x")
+    assert count(server, "presigned_put") == 1
+    assert begun.complete().size_bytes == 1000
+    volume.close()
 
 
 def test_memory_does_not_grow_with_the_size_of_parts_or_files(

@@ -88,7 +88,7 @@ def opened_by_fsspec(fs: VolumesFileSystem, mode: str, compression: str | None) 
 @pytest.mark.parametrize("opened", [opened_by_fs, opened_by_fsspec])
 @pytest.mark.parametrize("compression", [None, "gzip"])
 @pytest.mark.parametrize("mode", ["wb", "w"])
-@pytest.mark.parametrize("size", [100, 300_000])
+@pytest.mark.parametrize("size", [100, 100_000])
 def test_an_exception_in_the_block_leaves_the_path_as_it_was(
     remote: FilesApiVolume,
     server: LocalServer,

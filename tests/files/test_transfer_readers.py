@@ -174,17 +174,6 @@ def test_a_pickle_and_lines_are_read_through_a_buffer(volume: Volume) -> None:
         assert list(text) == [f"line {number}\n" for number in range(10_000)]
 
 
-def test_a_checkpoint_of_torch_is_loaded_in_place(volume: Volume) -> None:
-    torch = pytest.importorskip("torch")
-    tensors = {"weight": torch.arange(40_000.0), "bias": torch.ones(7)}
-    with open_writer(volume, "file") as writer:
-        torch.save(tensors, writer)
-    with io.BufferedReader(small_reader(volume)) as reader:
-        found = torch.load(reader, weights_only=True)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-
-
 def test_a_file_that_is_replaced_is_never_mixed(stored: Volume) -> None:
     blocks = iterate(stored, "file", block_bytes=BLOCK, read_ahead=1)
     with small_reader(stored) as reader:
