@@ -246,3 +246,38 @@ def test_a_directory_of_another_tool_is_removed(bucket: BucketVolume) -> None:
     bucket.remove_directory("d é+")
     with pytest.raises(NotFound):
         bucket.stat("d é+")
+
+
+UPLOAD = """
+import sys
+from pathlib import Path
+from trainmount_files import open_volume
+from trainmount_files.transfer import open_writer, upload_file
+volume = open_volume("s3://volume/ending")
+upload_file(volume, Path(sys.argv[1]), f"file-{sys.argv[2]}")
+writer = open_writer(volume, f"open-{sys.argv[2]}")
+writer.write(bytes(9 << 20))
+"""
+
+
+def test_a_process_ends_well_that_closes_neither_volume_nor_file(
+    s3_server: S3Server, tmp_path: Path
+) -> None:
+    environment = os.environ | {
+        "AWS_ENDPOINT_URL": s3_server.endpoint,
+        "AWS_ACCESS_KEY_ID": s3_server.access_key,
+        "AWS_SECRET_ACCESS_KEY": s3_server.secret_key,
+    }
+    local = local_file(tmp_path, 20 << 20)
+
+    def run(number: int) -> tuple[int, str]:
+        command = [sys.executable, "-c", UPLOAD, str(local), str(number)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    with ThreadPoolExecutor(3) as pool:
+        outcomes = list(pool.map(run, range(9)))
+    for number, outcome in enumerate(outcomes):
+        told = f"open-{number} was being written and never closed; nothing of it is stored\n"
+        assert outcome == (0, told)
+    wait_for(lambda: s3_server.aborted_uploads() == 9)

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -22,6 +23,7 @@ from types import ModuleType
 from typing import Any, Final, TypeVar
 
 from trainmount_files.bucket.answers import to_volume_error
+from trainmount_files.ending import close_stores_at_end
 from trainmount_files.errors import Cancelled, Unsupported, VolumeError
 from trainmount_files.per_process import PerProcess
 from trainmount_files.retry import Cancellation
@@ -36,6 +38,9 @@ _LOOK_SECONDS: Final = 0.05
 """How often a waiting call looks at its cancel event."""
 
 _CLOSE_SECONDS: Final = 5.0
+
+_SETTLE_SECONDS: Final = 0.05
+"""For obstore's threads to let go of the buffers of the last requests."""
 
 
 class _Fork:
@@ -103,6 +108,7 @@ class Calls:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
+        self.pid: Final = os.getpid()
         # Both guarded by the lock.
         self._open = True
         self._running: set[Future[Any]] = set()
@@ -176,6 +182,20 @@ class Calls:
 # Never dropped in a forked child: closing the inherited loop would deafen the parent's, with which
 # it shares the kernel's poll set.
 _KEPT: Final[list[Calls]] = []
+
+
+def _close_all() -> None:
+    """At the interpreter's end: a thread of obstore's that wanted it after that would abort the
+    process.
+    """
+    ours = [calls for calls in _KEPT if calls.pid == os.getpid()]
+    for calls in ours:
+        calls.close()
+    if ours:
+        time.sleep(_SETTLE_SECONDS)
+
+
+close_stores_at_end(_close_all)
 
 
 def _wait(operation: str, path: str, future: Future[T], cancel: Cancellation | None) -> T:

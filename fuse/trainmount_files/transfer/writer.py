@@ -10,7 +10,6 @@ the memory, then `write` waits.
 
 from __future__ import annotations
 
-import atexit
 import io
 import logging
 import os
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from trainmount_files.cancellation import LinkedEvent
+from trainmount_files.ending import close_files_at_end
 from trainmount_files.errors import (
     Cancelled,
     InvalidRequest,
@@ -410,4 +410,4 @@ def _report_open_writers() -> None:
         writer._give_up()
 
 
-atexit.register(_report_open_writers)
+close_files_at_end(_report_open_writers)
