@@ -170,14 +170,15 @@ def asked_for(request: Request) -> tuple[int, int]:
     return question["start_part_number"], question["count"]
 
 
-def store_with_many_urls(limit: int, seen: list[str]) -> Callable[[Request], Scripted]:
+def store_with_many_urls(
+    limit: int, seen: list[str], *, is_reversed: bool = False
+) -> Callable[[Request], Scripted]:
     """A store that gives up to `limit` URLs at a time, and refuses to be asked for more."""
     inner = multipart_script([Scripted()], Scripted(headers=OURS), seen)
 
     def script(request: Request) -> Scripted:
         if not request.target.startswith("/api/2.0/fs/create-upload-part-urls"):
-            answer: Scripted = inner(request)
-            return answer
+            return inner(request)  # type: ignore[no-any-return]
         first, number = asked_for(request)
         if number > limit:
             return Scripted(status=400)
@@ -185,7 +186,8 @@ def store_with_many_urls(limit: int, seen: list[str]) -> Callable[[Request], Scr
             {"part_number": each, "url": f"http://{request.headers['host']}/signed/{each}"}
             for each in range(first, first + number)
         ]
-        return Scripted(body=json.dumps({"upload_part_urls": urls}).encode())
+        answer = {"upload_part_urls": urls[::-1] if is_reversed else urls}
+        return Scripted(body=json.dumps(answer).encode())
 
     return script
 
@@ -193,11 +195,12 @@ def store_with_many_urls(limit: int, seen: list[str]) -> Callable[[Request], Scr
 URLS = "/api/2.0/fs/create-upload-part-urls"
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
 def test_the_urls_of_many_parts_are_asked_for_together_and_each_is_used_once(
-    scripted: MakeVolume, tmp_path: Path
+    scripted: MakeVolume, tmp_path: Path, is_reversed: bool
 ) -> None:
     seen: list[str] = []
-    server, volume = scripted(store_with_many_urls(8, seen))
+    server, volume = scripted(store_with_many_urls(8, seen, is_reversed=is_reversed))
     volume = replaced(volume, server, part_size_bytes=5000)
     (tmp_path / "many").write_bytes(DATA)
     upload(volume, tmp_path / "many")
@@ -206,8 +209,9 @@ def test_the_urls_of_many_parts_are_asked_for_together_and_each_is_used_once(
     asked = sorted(n for first, number in questions for n in range(first, first + number))
     assert asked == list(range(1, 21))
     assert len(questions) <= 5
-    sent = sorted(int(r.target.rpartition("/")[2]) for r in server.asked("PUT", "/signed/"))
-    assert sent == list(range(1, 21))
+    sent = {int(r.target.rpartition("/")[2]): r.body for r in server.asked("PUT", "/signed/")}
+    assert sent == {number: DATA[(number - 1) * 5000 : number * 5000] for number in range(1, 21)}
+    assert len(server.asked("PUT", "/")) == 20
     volume.close()
 
 
@@ -419,22 +423,25 @@ def test_a_delete_whose_reply_was_lost_is_success(
             remote.stat(path)
 
 
+@pytest.mark.parametrize("size_bytes", [70_000, 10_000])
 def test_a_source_that_is_cut_meanwhile_is_never_published(
-    scripted: MakeVolume, local: Path
+    scripted: MakeVolume, local: Path, size_bytes: int
 ) -> None:
     seen: list[str] = []
     inner = multipart_script([], Scripted(headers=OURS), seen)
 
     def script(request: Request) -> Scripted:
         if "initiate-upload" in request.target:
-            os.truncate(local, 70_000)
+            os.truncate(local, size_bytes)
         answer: Scripted = inner(request)
         return answer
 
-    _, volume = scripted(script)
+    server, volume = scripted(script)
     with pytest.raises(InvalidRequest, match="fewer than 100000"):
         upload(volume, local)
     assert seen == ["abort"]
+    # It is not the store that refuses the part.
+    assert server.asked("PUT", "/api/") == []
 
 
 def test_a_source_that_is_deleted_meanwhile_is_stored_whole(

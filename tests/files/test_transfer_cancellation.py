@@ -33,7 +33,7 @@ from trainmount_files.transfer import (
 
 DATA = bytes(range(256)) * 1200
 KNOWN = FileStat("file", is_directory=False, size_bytes=len(DATA), mtime_ns=0, version="307200-0")
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 40.0
 """Far below the minute of silence that ends a request by itself."""
 
 
