@@ -334,6 +334,20 @@ def test_a_volume_that_is_closed_aborts_what_is_only_begun(
     assert server.statistics()["requests"]["abort_upload"] == 2
 
 
+def test_a_volume_that_is_closed_waits_for_an_abort_that_is_on_its_way(
+    remote: FilesApiVolume, server: LocalServer
+) -> None:
+    server.inject(Fault(route="abort_upload", latency_ms=500))
+    begun = remote.start_upload("file")
+    caller = Caller(begun.abort)
+    wait_until(lambda: server.statistics()["requests"].get("abort_upload", 0) == 1)
+    remote.close()
+    assert server.statistics()["open_uploads"] == 0
+    caller.join()
+    assert caller.error is None
+    assert server.statistics()["requests"]["abort_upload"] == 1
+
+
 def test_a_volume_whose_store_is_silent_is_closed_within_the_time_a_person_waits(
     remote: FilesApiVolume, server: LocalServer
 ) -> None:
@@ -405,8 +419,10 @@ def test_a_writer_waits_for_a_slow_store_and_stops_waiting_when_it_is_cancelled(
 
 
 def test_a_store_that_falls_silent_holds_a_cancelled_upload_no_longer_than_a_person_waits(
-    remote: FilesApiVolume, server: LocalServer, local: Path
+    remote: FilesApiVolume, server: LocalServer, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Where nobody waits it may take its time.
+    monkeypatch.setattr("trainmount_files.files_api.multipart._ABORT_SECONDS", 300.0)
     server.inject(
         Fault(route="presigned_put", latency_ms=60_000, skip=2),
         Fault(route="abort_upload", latency_ms=60_000),

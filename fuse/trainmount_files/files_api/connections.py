@@ -39,9 +39,10 @@ _WHOLE_BYTES: Final = 64 << 10
 class Exchange:
     """One request and its answer. `cut` may come from any thread at any time."""
 
-    __slots__ = ("_socket", "was_cut")
+    __slots__ = ("_socket", "is_farewell", "was_cut")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_farewell: bool = False) -> None:
+        self.is_farewell = is_farewell
         self._socket: socket.socket | None = None
         self.was_cut = False
 
@@ -81,9 +82,9 @@ class InFlight:
         self._lock = threading.Lock()
         self._watch: threading.Thread | None = None
 
-    def begin(self, cancel: Cancellation | None) -> Exchange:
+    def begin(self, cancel: Cancellation | None, *, is_farewell: bool = False) -> Exchange:
         """A request of this thread begins; it will be cut when `cancel` is set."""
-        exchange = Exchange()
+        exchange = Exchange(is_farewell=is_farewell)
         with self._lock:
             self._exchanges[exchange] = cancel
             if cancel is not None and self._watch is None:
@@ -100,11 +101,12 @@ class InFlight:
         if _CURRENT.exchange is exchange:
             _CURRENT.exchange = None
 
-    def cut_all(self) -> None:
+    def cut_all(self, *, spare_farewells: bool) -> None:
         # Under the lock, here and below: after `end` the socket may serve another request.
         with self._lock:
             for exchange in self._exchanges:
-                exchange.cut()
+                if not (spare_farewells and exchange.is_farewell):
+                    exchange.cut()
 
     def _look_after(self) -> None:
         # Waits on a lock and not by `time.sleep`, which tests replace.

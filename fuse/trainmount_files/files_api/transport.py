@@ -284,7 +284,7 @@ class Transport:
         soon as `cancel` is set, or the transport is closed.
         """
         in_flight = self._in_flight.get()
-        exchange = in_flight.begin(cancel)
+        exchange = in_flight.begin(cancel, is_farewell=is_farewell)
         try:
             # After `begin`: who closes sees the request, or is seen.
             if self.closed.is_set() and not is_farewell:
@@ -309,16 +309,20 @@ class Transport:
     def interrupt(self) -> None:
         """Break off what is under way, and send nothing more but farewells."""
         self.closed.set()
-        in_flight = self._in_flight.peek()
-        if in_flight is not None:
-            in_flight.cut_all()
+        self._cut(spare_farewells=True)
 
     def close(self) -> None:
         """Break off what is under way and free the connections."""
-        self.interrupt()
+        self.closed.set()
+        self._cut(spare_farewells=False)
         pools = self._managers.peek()
         if pools is not None:
             pools.clear()
+
+    def _cut(self, *, spare_farewells: bool) -> None:
+        in_flight = self._in_flight.peek()
+        if in_flight is not None:
+            in_flight.cut_all(spare_farewells=spare_farewells)
 
     def _send(
         self,
