@@ -238,6 +238,22 @@ def test_a_read_whose_token_has_just_ended_is_sent_once_more_with_the_new_one(
     volume.close()
 
 
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_a_call_whose_token_has_just_ended_is_sent_once_more_with_the_new_one(
+    at: MakeVolume, refusals: int
+) -> None:
+    server, _ = at(lambda _: Scripted(status=200 if len(server.requests) > refusals else 401))
+    volume = FilesApiVolume(ROOT, Renewing(server.url), OPTIONS)
+    if refusals == 1:
+        volume.make_directory("directory")
+    else:
+        with pytest.raises(Unauthenticated):
+            volume.make_directory("directory")
+    sent = [request.headers["authorization"] for request in server.requests]
+    assert len(sent) == len(set(sent)) == 2
+    volume.close()
+
+
 def test_a_token_that_is_refused_and_the_only_one_is_sent_once(at: MakeVolume) -> None:
     server, _ = at(lambda _: Scripted(status=401))
     options = replace(OPTIONS, direct_read_max_bytes=1 << 30)
