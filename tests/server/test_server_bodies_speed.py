@@ -4,6 +4,7 @@ answers without a thread, directories that are not read again for each page.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import socket
@@ -420,3 +421,27 @@ def test_listings_at_once_in_many_directories_are_right(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(len(expected)) as pool:
         assert dict(zip(expected, pool.map(read, expected), strict=True)) == expected
+
+
+def test_a_path_that_another_server_has_locked_holds_up_nobody_else(
+    http: Http, served: Path
+) -> None:
+    folder = served / ".trainmount" / "locks"
+    held = [
+        os.open(folder / f"{number:02d}", os.O_RDWR | os.O_CREAT, 0o600) for number in range(64)
+    ]
+    for lock in held:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as executor:
+        stored = executor.submit(http, "PUT", f"{FILES}/file", body=b"0123456789")
+        try:
+            # Answered while the store of the file waits: nothing but that file does.
+            assert http("GET", "/api/2.0/fs/directories/Volumes/main/default/data").status == 200
+            assert not stored.done()
+            assert not (served / VOLUME / "file").exists()
+        finally:
+            for lock in held:
+                os.close(lock)
+        assert stored.result(20).status == 204
+    assert (served / VOLUME / "file").read_bytes() == b"0123456789"
+    assert not list((served / ".trainmount" / "temporary").glob("*/[0-9]*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +18,7 @@ from trainmount_files.server.conditions import FileInfo
 from trainmount_files.server.errors import ApiError
 from trainmount_files.server.ranges import parse_range
 from trainmount_files.server.sending import send_span
-from trainmount_files.server.staging import Staging, Temporary
+from trainmount_files.server.staging import LockHeldError, Staging, Temporary
 from trainmount_files.volume import MIB, ByteRange
 
 __all__ = ["file_headers", "receive", "send_file", "store_body"]
@@ -42,12 +43,14 @@ async def store_body(
     finish: Callable[[Temporary], T],
     *,
     admit: Callable[[], None] | None = None,
+    at_once: bool = False,
 ) -> T:
     """Take the body of the request into a file of the staging folder, then call `finish` with it.
 
     `admit` refuses before gigabytes come what `finish` would refuse after them; for a small body it
-    is not called. A body holds 5 MiB of memory at most: a batch that is written, the one that fills
-    up, and what the reader has ahead.
+    is not called. `at_once` says that `finish` takes no lock but `Staging.locked`. A body holds
+    5 MiB of memory at most: a batch that is written, the one that fills up, and what the reader has
+    ahead.
 
     Raises:
         ApiError: 400 for a body that breaks off, 413 for one above the limit, or what the two
@@ -57,8 +60,11 @@ async def store_body(
     announced = call.request.content_length
     if announced is not None and announced <= _SMALL_BYTES:
         pieces = [piece async for piece in _pieces(call, limit)]
-        # Without fsync too: a lock that another server holds, a journal that is being written or a
-        # disk at its limits must not stop the event loop.
+        # Without fsync nothing of this waits for the disk while it keeps up, and a thread would
+        # cost more than the work.
+        if at_once and not api.settings.fsync:
+            with contextlib.suppress(LockHeldError), api.staging.impatient():
+                return _store_small(api.staging, pieces, finish)
         return await api.run(_store_small, api.staging, pieces, finish)
     if admit is not None:
         await api.run(admit)

@@ -36,7 +36,9 @@ async def put_file(api: Api, call: Call, path: VolumePath) -> web.StreamResponse
     def finish(temporary: Temporary) -> FileInfo:
         return api.store.publish(temporary, path, overwrite=overwrite, conditions=(conditions,))
 
-    info = await store_body(api, call, finish, admit=admit)
+    # The pruning of implicit directories has a lock that is held for longer.
+    at_once = not api.settings.implicit_directories
+    info = await store_body(api, call, finish, admit=admit, at_once=at_once)
     return empty(headers=call.validators(info.etag))
 
 

@@ -14,6 +14,7 @@ import itertools
 import os
 import secrets
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FOLDER", "Staging", "Temporary"]
+__all__ = ["FOLDER", "LockHeldError", "Staging", "Temporary"]
 
 FOLDER: Final = ".trainmount"
 
@@ -31,6 +32,12 @@ _NEW: Final = ".new"
 
 # Writers of one path wait for each other, those of others rarely.
 _NUM_LOCKS: Final = 64
+
+
+class LockHeldError(Exception):
+    """Somebody else holds the lock, and this thread does not wait. No OSError: it says nothing of
+    the disk.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class Staging:
         self._own_fd = os.open(self._own, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._locks_fd = os.open(self._locks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._numbers = itertools.count(1)
+        # `is_impatient`: this thread waits for no lock.
+        self._thread = threading.local()
 
     def close(self) -> None:
         """Give the folder up; what is in it goes now or with another server's sweep."""
@@ -114,15 +123,32 @@ class Staging:
 
     @contextlib.contextmanager
     def locked(self, path: str) -> Iterator[None]:
-        """Hold the lock of a path of the wire against every server of the directory."""
+        """Hold the lock of a path of the wire against every server of the directory.
+
+        Raises:
+            LockHeldError: it is held, inside `impatient`.
+        """
         name = f"{zlib.crc32(path.encode()) % _NUM_LOCKS:02d}"
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         fd = os.open(name, flags, 0o600, dir_fd=self._locks_fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                is_impatient = getattr(self._thread, "is_impatient", False)
+                fcntl.flock(fd, fcntl.LOCK_EX | (fcntl.LOCK_NB if is_impatient else 0))
+            except BlockingIOError:
+                raise LockHeldError from None
             yield
         finally:
             os.close(fd)
+
+    @contextlib.contextmanager
+    def impatient(self) -> Iterator[None]:
+        """In this block the calling thread, the event loop's, waits for no lock."""
+        self._thread.is_impatient = True
+        try:
+            yield
+        finally:
+            self._thread.is_impatient = False
 
     def sync(self, fd: int) -> None:
         """Bring a file or directory to the disk, if the settings ask for it."""
