@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.files.conftest import OPTIONS, ROOT, TOKEN
 
@@ -698,6 +698,9 @@ ERRORS = st.sampled_from([Unavailable, Cancelled, NotFound, InvalidRequest])
     error=ERRORS,
     as_stream=st.booleans(),
 )
+# The directory of the chunks that a small file has replaced, at its removal.
+@example(sizes=[9001, 0], fail_at=10, after=False, error=Unavailable, as_stream=False)
+@example(sizes=[9001, 0], fail_at=10, after=False, error=NotFound, as_stream=False)
 def test_a_write_that_fails_at_any_step_leaves_one_whole_file(
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[int],

@@ -377,13 +377,20 @@ class Chunks:
         self._remove_directory(directory)
 
     def _remove_directory(self, directory: str) -> None:
-        try:
-            self._volume.remove_directory(directory)
-        except (NotFound, DirectoryNotEmpty):
-            # Another's parts are in it, or the store has no directories of its own.
-            pass
-        except VolumeError as error:
-            _warn("A directory of chunks could not be removed", directory, error)
+        # Twice: what stays behind is seen, as an empty directory.
+        for _ in range(2):
+            try:
+                self._volume.remove_directory(directory)
+            except DirectoryNotEmpty:
+                # Another's parts are in it.
+                return
+            except NotFound:
+                # Or the store has no directories of its own.
+                continue
+            except VolumeError as error:
+                _warn("A directory of chunks could not be removed", directory, error)
+                continue
+            return
 
 
 @contextmanager
