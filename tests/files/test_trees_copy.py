@@ -477,7 +477,7 @@ def test_a_copy_that_is_cancelled_ends_and_leaves_no_half_of_a_file(
     dst = tmp_path / "dst"
     if way == "down":
         src.rename(served / "t")
-    server.inject(Fault(latency_ms=100))
+    server.inject(Fault(latency_ms=1000))
     cancel = threading.Event()
     report = Report()
     threading.Timer(0.4, cancel.set).start()
