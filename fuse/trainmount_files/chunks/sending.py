@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 from typing import Final
 
 from trainmount_files.cancellation import LinkedEvent
-from trainmount_files.errors import Cancelled
-from trainmount_files.transfer.workers import Workers
+from trainmount_files.transfer.workers import Workers, raise_first
 
 __all__ = ["SendChunk", "send_all"]
 
@@ -44,11 +43,4 @@ def send_all(
         stop.set()
         # Nothing may be stored after it was removed.
         workers.close(_END_SECONDS)
-    failures = [error for each in futures if (error := _failure_of(each)) is not None]
-    # The cause, not the chunks that gave up because of it.
-    for failure in sorted(failures, key=lambda error: isinstance(error, Cancelled)):
-        raise failure
-
-
-def _failure_of(future: Future[None]) -> BaseException | None:
-    return future.exception() if future.done() and not future.cancelled() else None
+    raise_first(futures)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
 from typing import Final
 
 from trainmount_files.cancellation import LinkedEvent
 from trainmount_files.errors import Cancelled, IsADirectory, PreconditionFailed, local_errors
 from trainmount_files.transfer.local_files import NewFile, write_at
-from trainmount_files.transfer.workers import Workers
+from trainmount_files.transfer.workers import Workers, raise_first
 from trainmount_files.volume import MIB, ByteRange, FileStat, Progress, ReadsToFile, Volume
 
 __all__ = ["download_file"]
@@ -113,7 +113,7 @@ class _Download:
             # After an end by a failure or an interrupt: the others break off.
             self._stop.set()
             workers.close(_END_SECONDS)
-        _raise_first(futures)
+        raise_first(futures)
 
     def _fetch(self, piece: ByteRange) -> None:
         path, version = self._found.path, self._found.version or None
@@ -136,15 +136,3 @@ class _Download:
                 write_at(self._descriptor, buffer[: len(part)], start)
             if self._progress is not None:
                 self._progress(len(part))
-
-
-def _raise_first(futures: list[Future[None]]) -> None:
-    """Raise the cause of a failure, not what gave up because of it."""
-    failures = [
-        error
-        for future in futures
-        if future.done() and not future.cancelled() and (error := future.exception()) is not None
-    ]
-    failures.sort(key=lambda error: isinstance(error, Cancelled))
-    if failures:
-        raise failures[0]

@@ -7,13 +7,15 @@ to one transfer and end with it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any, Final, TypeVar
 
-__all__ = ["Workers"]
+from trainmount_files.errors import Cancelled
+
+__all__ = ["Workers", "raise_first"]
 
 T = TypeVar("T")
 
@@ -76,3 +78,15 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
             future.set_result(result)
         # Results may be large, and the next task may be long in coming.
         del task, future, function
+
+
+def raise_first(futures: Sequence[Future[None]]) -> None:
+    """Raise the cause where any of those that have ended failed, not what gave up because of it."""
+    failures = [
+        error
+        for future in futures
+        if future.done() and not future.cancelled() and (error := future.exception()) is not None
+    ]
+    failures.sort(key=lambda error: isinstance(error, Cancelled))
+    if failures:
+        raise failures[0]
