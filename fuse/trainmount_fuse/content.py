@@ -1,7 +1,7 @@
-"""Operations on the bytes of a file: open, read, write, truncate, upload, release. Called by
+"""Operations on the bytes of a file: open, write, truncate, upload, release. Called by
 `filesystem`.
 
-Reads wait for no lock. Whatever changes a file's bytes or uploads them holds the inode's lock, and
+Whatever changes a file's bytes or uploads them holds the inode's lock, and
 an upload a share of the tree's, so that an upload is of one state of the file and goes to the name
 it has.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -20,13 +19,12 @@ from typing import Final
 from trainmount_files.errors import NotFound, PreconditionFailed, VolumeError
 from trainmount_files.volume import ByteRange, FileStat
 from trainmount_fuse.attributes import OpenFile
-from trainmount_fuse.block_file import BlockFile
-from trainmount_fuse.blocks import Fetch
 from trainmount_fuse.core import Core, file_key, transfer_error
 from trainmount_fuse.handles import Handle
 from trainmount_fuse.inodes import Inode, Link
 from trainmount_fuse.journal import StagedState
 from trainmount_fuse.prefetch import Streams
+from trainmount_fuse.reading import Reading
 from trainmount_fuse.staging import StagedFile
 
 __all__ = ["Content"]
@@ -47,10 +45,9 @@ _ADOPTED_SHARE: Final = 4
 class Content:
     """The bytes of all files of one mount."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, reading: Reading) -> None:
         self._core = core
-        self._files: dict[int, BlockFile] = {}
-        """Cached file of each open inode that was read; the event loop's thread only."""
+        self._reading = reading
 
     async def open(self, inode: Inode, flags: int) -> OpenFile:
         """A handle on the version that the store has now, or on the local bytes.
@@ -78,36 +75,6 @@ class Content:
         inode.cached = version
         core.inodes.save(inode)
         return OpenFile(handle.fh, keep_cache=keep_cache)
-
-    async def read(self, handle: Handle, offset: int, size: int) -> bytes | bytearray:
-        """The bytes there are of the range, all of one version. Raises VolumeError, OSError."""
-        core = self._core
-        inode = core.file(handle.ino)
-        staged = core.staged(inode)
-        if staged is not None:
-            return await core.workers.call(core.staging.read, staged, offset, size)
-        stat = inode.stat
-        if stat is None:
-            raise OSError(errno.ESTALE, "the file was given up")
-        size = min(size, stat.size_bytes - offset)
-        if size <= 0:
-            return b""
-        file = await self._cached_file(inode, stat)
-        if file is None:
-            return await self._read_past_cache(inode, stat, offset, size)
-        core.prefetcher.advance(handle.streams, file, offset, size, partial(self._fetch_with, stat))
-        data = core.blocks.read_nowait(file, offset, size)
-        if data is not None:
-            return data
-        core.blocks.retain(file)
-        try:
-            fetch = self._fetch_with(stat, None)
-            return await core.workers.call(core.blocks.read, file, offset, size, fetch)
-        except (PreconditionFailed, NotFound) as error:
-            core.doubt(inode)
-            raise OSError(errno.ESTALE, str(error)) from error
-        finally:
-            core.blocks.release(file)
 
     async def write(self, handle: Handle, offset: int, data: bytes | bytearray | memoryview) -> int:
         """Put the bytes into the local copy; they are in the operating system when this returns."""
@@ -165,9 +132,7 @@ class Content:
                 await self._finish(inode)
         if core.handles.is_open(handle.ino):
             return
-        file = self._files.pop(handle.ino, None)
-        if file is not None:
-            core.blocks.release(file)
+        self._reading.let_go(handle.ino)
         if inode.link is not Link.LINKED and not inode.lookup_count:
             core.inodes.drop(inode)
 
@@ -217,50 +182,6 @@ class Content:
         current.reopen_until = time.monotonic() + _SECOND_TRY_SECONDS
         raise OSError(errno.ESTALE, "the file has changed since it was looked up")
 
-    async def _cached_file(self, inode: Inode, stat: FileStat) -> BlockFile | None:
-        """The inode's file in the block cache; None where the cache cannot be used."""
-        core = self._core
-        key = file_key(stat)
-        file = self._files.get(inode.ino)
-        if file is not None and file.key == key:
-            return file
-        try:
-            opened = await core.workers.call(core.blocks.open, key)
-        except OSError:
-            log.warning("The block cache cannot be used; reading past it", exc_info=True)
-            return None
-        # Another read may have come first, or the last handle gone, while this one waited.
-        previous = self._files.get(inode.ino)
-        if previous is opened:
-            core.blocks.release(opened)
-        else:
-            self._files[inode.ino] = opened
-            if previous is not None:
-                core.blocks.release(previous)
-        return opened
-
-    async def _read_past_cache(
-        self, inode: Inode, stat: FileStat, offset: int, size: int
-    ) -> bytearray:
-        buffer = bytearray(size)
-        fetch = self._fetch_with(stat, None)
-        try:
-            await self._core.workers.call(
-                fetch, ByteRange(offset, offset + size), memoryview(buffer)
-            )
-        except (PreconditionFailed, NotFound) as error:
-            self._core.doubt(inode)
-            raise OSError(errno.ESTALE, str(error)) from error
-        return buffer
-
-    def _fetch_with(self, stat: FileStat, cancel: threading.Event | None) -> Fetch:
-        def fetch(byte_range: ByteRange, buffer: memoryview) -> None:
-            self._core.volume.read_into(
-                stat.path, byte_range, buffer, version=stat.version, cancel=cancel
-            )
-
-        return fetch
-
     async def _truncate(self, inode: Inode, size: int) -> None:
         core = self._core
         staged = core.staged(inode)
@@ -303,14 +224,14 @@ class Content:
         core = self._core
         core.staging.reserve(length)
         step = core.settings.prefetch_fetch_bytes
-        fetch = self._fetch_with(stat, None)
+        fetch = self._reading.fetch_with(stat, None)
         streams = Streams()
         file = core.blocks.open(file_key(stat))
         try:
             for offset in range(0, length, step):
                 size = min(step, length - offset)
                 core.prefetcher.advance(
-                    streams, file, offset, size, partial(self._fetch_with, stat)
+                    streams, file, offset, size, partial(self._reading.fetch_with, stat)
                 )
                 rest = memoryview(core.blocks.read(file, offset, size, fetch))
                 while rest:

@@ -39,6 +39,7 @@ from trainmount_fuse.journal import Journal
 from trainmount_fuse.metadata import NAME_MAX_BYTES, Metadata
 from trainmount_fuse.namespace import Namespace
 from trainmount_fuse.prefetch import Prefetcher
+from trainmount_fuse.reading import Reading
 from trainmount_fuse.recovery import Recovery
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.staging import FilesNotUploaded, Staging
@@ -86,7 +87,8 @@ class Filesystem:
         """
         core = await trio.to_thread.run_sync(_open_core, self._volume, self._settings)
         self._core = core
-        self._content = Content(core)
+        self._reading = Reading(core)
+        self._content = Content(core, self._reading)
         self._namespace = Namespace(core, self._content)
         self._recovery = Recovery(core, self._content)
         trio.lowlevel.spawn_system_task(self._recover, self._recovery.sort())
@@ -210,7 +212,7 @@ class Filesystem:
     async def read(self, fh: int, offset: int, size: int) -> bytes | bytearray:
         """Exactly the bytes of the range; fewer only at the end of the file."""
         core = self._started()
-        return await self._content.read(core.handles.get(fh), offset, size)
+        return await self._reading.read(core.handles.get(fh), offset, size)
 
     async def write(self, fh: int, offset: int, data: bytes | bytearray | memoryview) -> int:
         """The bytes are safe from this process's death when it returns; the same again
