@@ -28,6 +28,7 @@ from trainmount_fuse.errno import errno_of_transfer
 from trainmount_fuse.handles import HandleTable
 from trainmount_fuse.inodes import Inode, InodeTable, Link
 from trainmount_fuse.journal import journal_path
+from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.metadata import Metadata, is_valid_name
 from trainmount_fuse.prefetch import Prefetcher
 from trainmount_fuse.settings import MountSettings
@@ -45,6 +46,9 @@ class Core:
     volume: Volume
     settings: MountSettings
     workers: Workers
+    memory: MemoryBudget
+    """Of bytes on their way: read ahead, waiting for the disk, parts of uploads."""
+
     tree: TreeLock
     """Taken before any inode's lock."""
 

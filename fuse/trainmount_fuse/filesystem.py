@@ -36,6 +36,7 @@ from trainmount_fuse.core import Core, decode_name, file_key, state_paths
 from trainmount_fuse.handles import HandleTable
 from trainmount_fuse.inodes import Inode, InodeTable
 from trainmount_fuse.journal import Journal
+from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.metadata import NAME_MAX_BYTES, Metadata
 from trainmount_fuse.namespace import Namespace
 from trainmount_fuse.prefetch import Prefetcher
@@ -215,9 +216,7 @@ class Filesystem:
         return await self._reading.read(core.handles.get(fh), offset, size)
 
     async def write(self, fh: int, offset: int, data: bytes | bytearray | memoryview) -> int:
-        """The bytes are safe from this process's death when it returns; the same again
-        is harmless.
-        """
+        """Safe from this process's death when it returns; the same again is harmless."""
         core = self._started()
         return await self._content.write(core.handles.get(fh), offset, data)
 
@@ -468,6 +467,7 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
         volume=volume,
         settings=settings,
         workers=workers,
+        memory=MemoryBudget(),
         tree=TreeLock(),
         inodes=inodes,
         handles=HandleTable(database, settings.mount_id),

@@ -1,0 +1,113 @@
+"""How much memory one mount has for bytes on their way: read ahead, waiting to be written to the
+cache, parts of an upload. One object a mount, `Core.memory`; any thread may call.
+
+Every buffer whose size depends on load is taken from it first. Who can do without, as read-ahead
+can, asks with `try_take`; who cannot waits in `take`, in order of arrival, and goes before those
+who only try.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from trainmount_files.errors import Cancelled
+
+__all__ = ["DEFAULT_BYTES", "MemoryBudget", "MemoryStatistics"]
+
+DEFAULT_BYTES: Final = 256 << 20
+"""Four readers with full windows of 64 MiB."""
+
+_POLL_SECONDS: Final = 0.1
+"""How often a waiter looks whether it was cancelled; being given memory wakes it at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStatistics:
+    """What is taken now, and counters since the start."""
+
+    limit_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    num_waits: int
+    """Calls of `take` that did not get their memory at once."""
+
+
+class MemoryBudget:
+    """A number of bytes that are handed out and given back."""
+
+    def __init__(self, limit_bytes: int = DEFAULT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        self._num_waits = 0
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+
+    @property
+    def used_bytes(self) -> int:
+        """What is taken and not given back yet."""
+        return self._used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was taken at once."""
+        return self._peak_bytes
+
+    def try_take(self, num_bytes: int) -> bool:
+        """Take where there is room and nobody waits for it; never waits."""
+        with self._changed:
+            if self._waiting or not self._fits(num_bytes):
+                return False
+            self._take(num_bytes)
+            return True
+
+    def take(self, num_bytes: int, cancelled: threading.Event | None = None) -> None:
+        """Take as soon as there is room. More than the limit is given to who is alone with it.
+
+        Whoever holds memory must be able to give it back without taking more, or two could wait
+        for each other.
+
+        Raises:
+            Cancelled: `cancelled` was set, at most 0.1 s ago; nothing is taken.
+        """
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                if self._waiting[0] is not turn or not self._fits(num_bytes):
+                    self._num_waits += 1
+                while self._waiting[0] is not turn or not self._fits(num_bytes):
+                    if cancelled is not None and cancelled.is_set():
+                        raise Cancelled("read", "", "nobody waits for the bytes any more")
+                    self._changed.wait(None if cancelled is None else _POLL_SECONDS)
+                self._take(num_bytes)
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+
+    def give_back(self, num_bytes: int) -> None:
+        """What was taken, or a part of it, is free again."""
+        with self._changed:
+            self._used_bytes -= num_bytes
+            if self._waiting:
+                self._changed.notify_all()
+
+    def statistics(self) -> MemoryStatistics:
+        """A snapshot."""
+        with self._changed:
+            return MemoryStatistics(
+                limit_bytes=self._limit_bytes,
+                used_bytes=self._used_bytes,
+                peak_bytes=self._peak_bytes,
+                num_waits=self._num_waits,
+            )
+
+    def _fits(self, num_bytes: int) -> bool:
+        return not self._used_bytes or self._used_bytes + num_bytes <= self._limit_bytes
+
+    def _take(self, num_bytes: int) -> None:
+        self._used_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
