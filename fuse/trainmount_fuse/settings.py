@@ -7,22 +7,36 @@ The settings travel as JSON through the handover, so they hold no credential.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
-__all__ = ["GIB", "MIB", "MountSettings", "SettingsError"]
+__all__ = ["GIB", "MIB", "MountSettings", "SettingsError", "parse_address"]
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 
 _PAGE_BYTES: Final = 4096
+_NOT_NEGATIVE: Final = (
+    "chunk_above_bytes",
+    "free_disk_floor_bytes",
+    "gid",
+    "prefetch_max_bytes",
+    "uid",
+)
 
 
 class SettingsError(ValueError):
     """A setting is missing or impossible; `str()` is one line that names it."""
+
+    def __init__(self, reason: str, *, name: str = "") -> None:
+        """`name` is the setting that `reason` begins to speak of, where it is one alone."""
+        super().__init__(f"{name} {reason}" if name else reason)
+        self.name = name
+        self.reason = reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +62,17 @@ class MountSettings:
 
     profile: str = ""
     """Section of `~/.databrickscfg` that counts before the environment; empty for none."""
+
+    endpoint: str = ""
+    """URL of the service that has the bucket; empty leaves it to the environment."""
+
+    region: str = ""
+    """Region of the bucket; empty leaves it to the environment."""
+
+    chunk_above_bytes: int = 0
+    """Larger files are stored in chunks beside each other and shown as one; 0 keeps every file one
+    object. For storage that takes no uploads in parts: 5 GiB is the most it takes at once.
+    """
 
     mount_id: str = ""
     """Names one kernel mount. The holder makes a new one for each mount(2) and repeats it to every
@@ -109,6 +134,16 @@ class MountSettings:
     save one request an open and are right for data that nobody changes.
     """
 
+    memory_bytes: int = 256 * MIB
+    """Upper bound of all bytes on their way: read ahead, not yet in the cache, being uploaded.
+
+    What the process takes without load (about 70 MiB) comes on top. 256 MiB holds 32 ranges, which
+    keeps a store with 20 ms latency busy.
+    """
+
+    metrics_address: str = ""
+    """`HOST:PORT` at which Prometheus may ask for the mount's numbers; empty for none."""
+
     prefetch_max_bytes: int = 64 * MIB
     """Largest distance that read-ahead runs in front of one sequential reader; 0 turns it off."""
 
@@ -124,25 +159,37 @@ class MountSettings:
 
     def __post_init__(self) -> None:
         if not self.source:
-            raise SettingsError("source must name a volume, for example /Volumes/main/default/data")
+            raise SettingsError(
+                "must name a volume, for example /Volumes/main/default/data", name="source"
+            )
         _require_at_least(self, "block_size_bytes", _PAGE_BYTES)
         if self.block_size_bytes % _PAGE_BYTES:
             raise SettingsError(
-                f"block_size_bytes must be a multiple of {_PAGE_BYTES}, got {self.block_size_bytes}"
+                f"must be a multiple of {_PAGE_BYTES}, got {self.block_size_bytes}",
+                name="block_size_bytes",
             )
         _require_at_least(self, "cache_size_bytes", self.block_size_bytes)
         _require_at_least(self, "prefetch_fetch_bytes", self.block_size_bytes)
+        # One range must fit, or nothing could ever be read ahead.
+        _require_at_least(self, "memory_bytes", self.prefetch_fetch_bytes)
         for name in ("num_prefetch_threads", "num_worker_threads"):
             _require_at_least(self, name, 1)
-        for name in ("free_disk_floor_bytes", "prefetch_max_bytes", "uid", "gid"):
+        for name in _NOT_NEGATIVE:
             _require_at_least(self, name, 0)
         for one in fields(self):
             if one.name.endswith("_timeout_seconds"):
                 _require_at_least(self, one.name, 0)
+                if math.isinf(getattr(self, one.name)):
+                    raise SettingsError("must be a number of seconds", name=one.name)
         for name in ("file_mode", "directory_mode"):
             mode = getattr(self, name)
             if not 0 <= mode <= 0o7777:
-                raise SettingsError(f"{name} must be between 0 and 0o7777, got {mode:#o}")
+                raise SettingsError(f"must be between 0 and 0o7777, got {mode:#o}", name=name)
+        if self.metrics_address:
+            try:
+                parse_address(self.metrics_address)
+            except ValueError as error:
+                raise SettingsError(str(error), name="metrics_address") from None
 
     def to_json(self) -> str:
         """The settings as one JSON object, for `from_json`."""
@@ -175,10 +222,19 @@ class MountSettings:
         return cls(**converted)
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`; `localhost` where the host is left out. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"must be a port from 1 to 65535 or HOST:PORT, got {text!r}")
+    return host.strip("[]") or "localhost", int(port)
+
+
 def _require_at_least(settings: MountSettings, name: str, least: int) -> None:
     value = getattr(settings, name)
-    if value < least:
-        raise SettingsError(f"{name} must be at least {least}, got {value}")
+    # Also refuses what is no number.
+    if not value >= least:
+        raise SettingsError(f"must be at least {least}, got {value}", name=name)
 
 
 def _converted(name: str, kind: str, value: object) -> object:
