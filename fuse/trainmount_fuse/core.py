@@ -162,6 +162,12 @@ class Core:
         if inode.link is Link.LINKED and inode.ino != ROOT_INO:
             self.metadata.note_unknown(inode.parent_ino, inode.name)
 
+    def drop_unused(self, inode: Inode) -> None:
+        """Let an inode that the kernel has forgotten leave memory where nobody here needs it."""
+        is_used = self.handles.is_open(inode.ino) or self.staged(inode) is not None
+        if not is_used and not inode.lock.locked():
+            self.inodes.drop(inode)
+
     def negative(self, asked_at: float) -> Attributes:
         """The answer for a name that was not there at `asked_at`."""
         age = time.monotonic() - asked_at

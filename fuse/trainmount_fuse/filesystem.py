@@ -14,7 +14,6 @@ import errno
 import logging
 import os
 import time
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
@@ -36,6 +35,7 @@ from trainmount_fuse.core import Core, decode_name, file_key, state_paths
 from trainmount_fuse.handles import HandleTable
 from trainmount_fuse.inodes import Inode, InodeTable
 from trainmount_fuse.journal import Journal
+from trainmount_fuse.listing import Listing
 from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.metadata import NAME_MAX_BYTES, Metadata
 from trainmount_fuse.namespace import Namespace
@@ -91,6 +91,7 @@ class Filesystem:
         self._reading = Reading(core)
         self._content = Content(core, self._reading)
         self._namespace = Namespace(core, self._content)
+        self._listing = Listing(core)
         self._recovery = Recovery(core, self._content)
         trio.lowlevel.spawn_system_task(self._recover, self._recovery.sort())
 
@@ -148,7 +149,7 @@ class Filesystem:
         for ino, count in lookups:
             inode = core.inodes.known(ino)
             if inode is not None and core.inodes.forget(inode, count):
-                self._drop_unused(inode)
+                core.drop_unused(inode)
 
     async def getattr(self, ino: int, fh: int | None = None) -> Attributes:  # noqa: ARG002
         """An open file shows the version it is open at, or its local bytes."""
@@ -254,9 +255,7 @@ class Filesystem:
         """
         core = self._started()
         handle = core.handles.get(fh)
-        if start_id == 0 or handle.listing is None:
-            handle.listing = await self._list(core.directory(handle.ino))
-        return self._entries(handle.ino, handle.listing, start_id)
+        return await self._listing.entries(handle, start_id)
 
     async def fsyncdir(self, fh: int) -> None:
         """Names are in the store when their operations return: nothing is left to do."""
@@ -380,67 +379,6 @@ class Filesystem:
         except (VolumeError, OSError) as error:
             fields = {"ino": inode.ino, "reason": str(error)}
             log.error("A file is not uploaded yet; its bytes are kept", extra=fields)
-
-    async def _list(self, directory: Inode) -> list[tuple[int, str, FileStat | None, float]]:
-        core = self._started()
-        listing = await core.metadata.list(directory)
-        names = [(name, stat.is_directory) for name, stat in listing.entries.items()]
-        core.inodes.ensure_children(directory.ino, names)
-        found: list[tuple[int, str, FileStat | None, float]] = []
-        changed: list[str] = []
-        for count, (name, stat) in enumerate(list(listing.entries.items())):
-            if core.metadata.was_changed_since(directory.ino, name, listing.asked_at):
-                changed.append(name)
-                continue
-            inode = core.adopt(directory, name, stat, listing.asked_at)
-            found.append((inode.ino, name, stat, listing.asked_at))
-            if count % 1000 == 999:
-                # A long listing must not keep reads waiting.
-                await trio.lowlevel.checkpoint()
-        for name in changed:
-            # Made, replaced or removed here while the store was listing.
-            current, asked_at = await core.resolve(
-                directory, name, core.settings.directory_timeout_seconds
-            )
-            if current is not None:
-                found.append((current.ino, name, current.stat, asked_at))
-        listed = {ino for ino, _name, _stat, _at in found}
-        local = [one for one in core.staged_children(directory) if one.ino not in listed]
-        found.extend((one.ino, one.name, None, 0.0) for one in local)
-        found.sort()
-        if core.inodes.is_crowded():
-            for inode in core.inodes.in_memory():
-                if not inode.lookup_count:
-                    self._drop_unused(inode)
-        return found
-
-    def _entries(
-        self,
-        directory_ino: int,
-        listing: list[tuple[int, str, FileStat | None, float]],
-        start_id: int,
-    ) -> Iterator[DirEntry]:
-        core = self._started()
-        start = bisect_right(listing, start_id, key=lambda entry: entry[0])
-        for ino, name, stat, asked_at in listing[start:]:
-            try:
-                inode = core.inodes.get(ino)
-                if stat is not None and inode.stat is None and core.staged(inode) is None:
-                    inode.stat, inode.checked_at = stat, asked_at
-                attributes = core.attributes(inode)
-            except OSError:
-                # Removed since the listing, and forgotten.
-                continue
-            if (inode.parent_ino, inode.name) == (directory_ino, name):
-                # The kernel remembers this one, and may open it without a lookup.
-                inode.is_fresh_for_open = False
-                yield DirEntry(name.encode(), attributes, ino)
-
-    def _drop_unused(self, inode: Inode) -> None:
-        core = self._started()
-        is_used = core.handles.is_open(inode.ino) or core.staged(inode) is not None
-        if not is_used and not inode.lock.locked():
-            core.inodes.drop(inode)
 
     def _refuse_xattr(self, ino: int) -> None:
         self._started().inodes.get(ino)

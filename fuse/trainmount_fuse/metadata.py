@@ -21,7 +21,7 @@ from trainmount_fuse.inodes import Inode, InodeTable
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.workers import Workers
 
-__all__ = ["Listing", "Metadata", "is_valid_name"]
+__all__ = ["Listed", "Metadata", "is_valid_name"]
 
 NAME_MAX_BYTES: Final = 255
 
@@ -31,7 +31,7 @@ _MAX_ATTEMPTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class Listed:
     """A whole directory at one moment."""
 
     entries: dict[str, FileStat]
@@ -69,7 +69,7 @@ class Metadata:
         self.num_hidden = 0
         """Entries of the last listings whose names no file system can show."""
 
-    async def list(self, directory: Inode) -> Listing:
+    async def list(self, directory: Inode) -> Listed:
         """The directory's entries, no older than the directory timeout. Raises VolumeError,
         OSError.
         """
@@ -77,7 +77,7 @@ class Metadata:
         async with known.lock:
             now = time.monotonic()
             if now - known.listed_at < self._settings.directory_timeout_seconds:
-                return Listing(known.entries, known.listed_at)
+                return Listed(known.entries, known.listed_at)
             path = self._inodes.path_of(directory)
             entries, num_hidden = await self._workers.call(_collect, self._volume, path)
             self.num_hidden = num_hidden
@@ -86,7 +86,7 @@ class Metadata:
                 known.entries, known.listed_at = entries, now
                 known.absent.clear()
                 self._bound()
-            return Listing(entries, now)
+            return Listed(entries, now)
 
     async def find(
         self, directory: Inode, name: str, max_age_seconds: float
