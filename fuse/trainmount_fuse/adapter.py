@@ -14,6 +14,7 @@ import logging
 import os
 import sqlite3
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -25,6 +26,7 @@ from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, RequestContext
 from trainmount_files.errors import Unavailable, VolumeError
 from trainmount_fuse.attributes import AttributeChanges, Attributes, OpenFile
 from trainmount_fuse.errno import errno_of, errno_of_transfer
+from trainmount_fuse.request_counts import RequestCounter
 
 if TYPE_CHECKING:
     from trainmount_fuse.filesystem import Filesystem
@@ -44,36 +46,6 @@ waiting."""
 _TRANSFERS: Final = frozenset({"read", "write", "flush", "fsync", "release"})
 
 
-@contextmanager
-def _answering(operation: str, ino_or_fh: int) -> Iterator[None]:
-    """Let only FUSEError out, and finish what was begun although the daemon is told to stop."""
-    try:
-        # A request that is answered half is lost to its program, so a stop waits for it.
-        with trio.CancelScope(shield=True):
-            yield
-    except pyfuse3.FUSEError:
-        raise
-    except (VolumeError, OSError, sqlite3.OperationalError) as error:
-        code = errno_of_transfer(error) if operation in _TRANSFERS else errno_of(error)
-        if isinstance(error, Unavailable) or code == errno.EIO:
-            logger.warning(
-                "a request failed",
-                extra={"operation": operation, "errno": code, "reason": str(error)},
-            )
-        else:
-            logger.debug(
-                "a request was refused",
-                extra={"operation": operation, "on": ino_or_fh, "errno": code},
-            )
-        raise pyfuse3.FUSEError(code) from error
-    except Exception as error:
-        logger.exception(
-            "a request failed in a way nobody planned for",
-            extra={"operation": operation, "on": ino_or_fh},
-        )
-        raise pyfuse3.FUSEError(errno.EIO) from error
-
-
 class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
     """Translates between pyfuse3's types and the filesystem's plain ones, and errors to numbers."""
 
@@ -87,23 +59,25 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
     def __init__(self, filesystem: Filesystem) -> None:
         super().__init__()
         self._filesystem = filesystem
+        self.requests = RequestCounter()
+        """What the kernel asked for since the start."""
 
     async def lookup(
         self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with _answering("lookup", parent_inode):
+        with self._answering("lookup", parent_inode):
             return _entry(await self._filesystem.lookup(parent_inode, name))
 
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         try:
-            with _answering("forget", 0):
+            with self._answering("forget", 0):
                 await self._filesystem.forget(list(inode_list))
         except pyfuse3.FUSEError:
             # Nobody waits for an answer; the cause is in the log.
             return
 
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> pyfuse3.EntryAttributes:
-        with _answering("getattr", inode):
+        with self._answering("getattr", inode):
             return _entry(await self._filesystem.getattr(inode, None))
 
     async def setattr(
@@ -114,7 +88,7 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
         fh: FileHandleT | None,
         ctx: RequestContext,
     ) -> pyfuse3.EntryAttributes:
-        with _answering("setattr", inode):
+        with self._answering("setattr", inode):
             changes = AttributeChanges(
                 size=attr.st_size if fields.update_size else None,
                 mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
@@ -126,7 +100,7 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
             return _entry(await self._filesystem.setattr(inode, changes, fh))
 
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> pyfuse3.FileInfo:
-        with _answering("open", inode):
+        with self._answering("open", inode):
             return _file_info(await self._filesystem.open(inode, flags))
 
     async def create(
@@ -137,37 +111,37 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
         flags: FlagT,
         ctx: RequestContext,
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        with _answering("create", parent_inode):
+        with self._answering("create", parent_inode):
             opened, attributes = await self._filesystem.create(parent_inode, name, mode, flags)
             return _file_info(opened), _entry(attributes)
 
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
-        with _answering("read", fh):
+        with self._answering("read", fh):
             # Any contiguous buffer is sent as it is, without a copy.
             return await self._filesystem.read(fh, off, size)  # type: ignore[return-value, unused-ignore]
 
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
-        with _answering("write", fh):
+        with self._answering("write", fh):
             return await self._filesystem.write(fh, off, buf)
 
     async def flush(self, fh: FileHandleT) -> None:
-        with _answering("flush", fh):
+        with self._answering("flush", fh):
             await self._filesystem.flush(fh)
 
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
-        with _answering("fsync", fh):
+        with self._answering("fsync", fh):
             await self._filesystem.fsync(fh, datasync)
 
     async def release(self, fh: FileHandleT) -> None:
-        with _answering("release", fh):
+        with self._answering("release", fh):
             await self._filesystem.release(fh)
 
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
-        with _answering("opendir", inode):
+        with self._answering("opendir", inode):
             return FileHandleT(await self._filesystem.opendir(inode))
 
     async def readdir(self, fh: FileHandleT, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        with _answering("readdir", fh):
+        with self._answering("readdir", fh):
             for entry in await self._filesystem.readdir(fh, start_id):
                 if not pyfuse3.readdir_reply(
                     token, entry.name, _entry(entry.attributes), entry.next_id
@@ -175,25 +149,25 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
                     break
 
     async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
-        with _answering("fsyncdir", fh):
+        with self._answering("fsyncdir", fh):
             await self._filesystem.fsyncdir(fh)
 
     async def releasedir(self, fh: FileHandleT) -> None:
-        with _answering("releasedir", fh):
+        with self._answering("releasedir", fh):
             await self._filesystem.releasedir(fh)
 
     async def mkdir(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with _answering("mkdir", parent_inode):
+        with self._answering("mkdir", parent_inode):
             return _entry(await self._filesystem.mkdir(parent_inode, name, mode))
 
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        with _answering("unlink", parent_inode):
+        with self._answering("unlink", parent_inode):
             await self._filesystem.unlink(parent_inode, name)
 
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        with _answering("rmdir", parent_inode):
+        with self._answering("rmdir", parent_inode):
             await self._filesystem.rmdir(parent_inode, name)
 
     async def rename(
@@ -205,13 +179,13 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
         flags: FlagT,
         ctx: RequestContext,
     ) -> None:
-        with _answering("rename", parent_inode_old):
+        with self._answering("rename", parent_inode_old):
             await self._filesystem.rename(
                 parent_inode_old, name_old, parent_inode_new, name_new, flags
             )
 
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
-        with _answering("statfs", 0):
+        with self._answering("statfs", 0):
             values = await self._filesystem.statfs()
             answer = pyfuse3.StatvfsData()
             answer.f_bsize = answer.f_frsize = values.block_size
@@ -226,31 +200,31 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
         if not name.startswith(b"user."):
             # The kernel itself asks for `security.*` and `system.*`, often.
             raise pyfuse3.FUSEError(errno.ENODATA)
-        with _answering("getxattr", inode):
+        with self._answering("getxattr", inode):
             return await self._filesystem.getxattr(inode, name)
 
     async def setxattr(
         self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext
     ) -> None:
-        with _answering("setxattr", inode):
+        with self._answering("setxattr", inode):
             await self._filesystem.setxattr(inode, name, value)
 
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        with _answering("listxattr", inode):
+        with self._answering("listxattr", inode):
             return [XAttrNameT(name) for name in await self._filesystem.listxattr(inode)]
 
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
-        with _answering("removexattr", inode):
+        with self._answering("removexattr", inode):
             await self._filesystem.removexattr(inode, name)
 
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
-        with _answering("readlink", inode):
+        with self._answering("readlink", inode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     async def symlink(
         self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
     ) -> pyfuse3.EntryAttributes:
-        with _answering("symlink", parent_inode):
+        with self._answering("symlink", parent_inode):
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     async def link(
@@ -260,7 +234,7 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
         new_name: FileNameT,
         ctx: RequestContext,
     ) -> pyfuse3.EntryAttributes:
-        with _answering("link", inode):
+        with self._answering("link", inode):
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     async def mknod(
@@ -271,8 +245,28 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
         rdev: int,
         ctx: RequestContext,
     ) -> pyfuse3.EntryAttributes:
-        with _answering("mknod", parent_inode):
+        with self._answering("mknod", parent_inode):
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    @contextmanager
+    def _answering(self, operation: str, ino_or_fh: int) -> Iterator[None]:
+        """Let only FUSEError out, and finish what was begun although the daemon is told to stop."""
+        began_ns = time.perf_counter_ns()
+        self.requests.num_in_progress += 1
+        try:
+            # A request that is answered half is lost to its program, so a stop waits for it.
+            with trio.CancelScope(shield=True):
+                yield
+        except pyfuse3.FUSEError as error:
+            self.requests.note_error(operation, error.errno)
+            raise
+        except Exception as error:
+            code = _code_of(error, operation, ino_or_fh)
+            self.requests.note_error(operation, code)
+            raise pyfuse3.FUSEError(code) from error
+        finally:
+            self.requests.num_in_progress -= 1
+            self.requests.note(operation, time.perf_counter_ns() - began_ns)
 
 
 def open_session(adapter: FuseAdapter, fd: int) -> None:
@@ -300,6 +294,29 @@ async def _lost_a_race() -> bool:
             raise rest from None
         return True
     return False
+
+
+def _code_of(error: Exception, operation: str, ino_or_fh: int) -> int:
+    """The number that the program sees, after whoever reads the log has seen what is unusual."""
+    if isinstance(error, VolumeError | OSError | sqlite3.OperationalError):
+        code = errno_of_transfer(error) if operation in _TRANSFERS else errno_of(error)
+        if isinstance(error, Unavailable) or code == errno.EIO:
+            logger.warning(
+                "a request failed",
+                extra={"operation": operation, "errno": code, "reason": str(error)},
+            )
+        else:
+            logger.debug(
+                "a request was refused",
+                extra={"operation": operation, "on": ino_or_fh, "errno": code},
+            )
+        return code
+    logger.error(
+        "a request failed in a way nobody planned for",
+        extra={"operation": operation, "on": ino_or_fh},
+        exc_info=error,
+    )
+    return errno.EIO
 
 
 def _entry(attributes: Attributes) -> pyfuse3.EntryAttributes:

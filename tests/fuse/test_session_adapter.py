@@ -171,3 +171,17 @@ def test_any_other_error_ends_the_session(monkeypatch):
     monkeypatch.setattr(pyfuse3, "main", main)
     with pytest.raises(BaseExceptionGroup):
         trio.run(serve_session)
+
+
+def test_each_request_is_counted_with_its_error():
+    adapter = FuseAdapter(OneAnswer(FILE))
+    trio.run(adapter.getattr, 7, None)
+    with pytest.raises(pyfuse3.FUSEError):
+        trio.run(adapter.readlink, 7, None)
+    counted = adapter.requests.statistics()
+    assert {name: one.num_requests for name, one in counted.operations.items()} == {
+        "getattr": 1,
+        "readlink": 1,
+    }
+    assert counted.num_errors == {("readlink", errno.EINVAL): 1}
+    assert counted.num_in_progress == 0
