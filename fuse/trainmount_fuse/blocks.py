@@ -23,12 +23,17 @@ from typing import Final
 from trainmount_files.volume import ByteRange
 from trainmount_fuse.block_file import BlockFile, FileKey
 
-__all__ = ["BlockCache", "CacheStatistics", "Fetch"]
+__all__ = ["BlockCache", "CacheStatistics", "Fetch", "OnFetched"]
 
 log = logging.getLogger(__name__)
 
 Fetch = Callable[[ByteRange, memoryview], None]
 """Fills the buffer with exactly that range of the right version, or raises."""
+
+OnFetched = Callable[[int, memoryview], None]
+"""Told of each range that came from the store, in the thread that fetched it, as soon as it is
+there: its offset in the file and its bytes, which are valid during the call only. Must not raise.
+"""
 
 _EXTENT_BLOCKS: Final = 16
 _WHOLE_FILE: Final = -1
@@ -126,7 +131,15 @@ class BlockCache:
             self._touch(file, first)
         return data
 
-    def read(self, file: BlockFile, offset: int, size: int, fetch: Fetch) -> bytes | bytearray:
+    def read(
+        self,
+        file: BlockFile,
+        offset: int,
+        size: int,
+        fetch: Fetch,
+        *,
+        on_fetched: OnFetched | None = None,
+    ) -> bytes | bytearray:
         """Exactly that range, which must not be empty and must lie inside the file. Waits.
 
         Raises:
@@ -136,7 +149,7 @@ class BlockCache:
         for _attempt in range(_MAX_ATTEMPTS):
             evictions = file.num_evictions
             try:
-                fetched = self.ensure(file, first, last, fetch)
+                fetched = self.ensure(file, first, last, fetch, on_fetched=on_fetched)
             except OSError as error:
                 if error.errno not in _NO_SPACE:
                     raise
@@ -151,9 +164,19 @@ class BlockCache:
         # No room to keep it, or thrown out as fast as it comes: the reader still gets its bytes.
         buffer = bytearray(size)
         fetch(ByteRange(offset, offset + size), memoryview(buffer))
+        if on_fetched is not None:
+            on_fetched(offset, memoryview(buffer))
         return buffer
 
-    def ensure(self, file: BlockFile, first: int, last: int, fetch: Fetch) -> set[int]:
+    def ensure(
+        self,
+        file: BlockFile,
+        first: int,
+        last: int,
+        fetch: Fetch,
+        *,
+        on_fetched: OnFetched | None = None,
+    ) -> set[int]:
         """Have the blocks `first` to `last`, both included, on disk; returns those fetched here.
 
         A block that another thread is fetching is waited for, not fetched twice.
@@ -174,7 +197,7 @@ class BlockCache:
                     file.in_flight[index] = ended
             try:
                 for run in _runs(mine, self._max_fetch_blocks):
-                    self._fetch_run(file, run, fetch)
+                    self._fetch_run(file, run, fetch, on_fetched)
                     fetched.update(run)
             finally:
                 with file.lock:
@@ -260,13 +283,17 @@ class BlockCache:
     def _span(self, offset: int, size: int) -> tuple[int, int]:
         return offset // self._block_size_bytes, (offset + size - 1) // self._block_size_bytes
 
-    def _fetch_run(self, file: BlockFile, run: list[int], fetch: Fetch) -> None:
+    def _fetch_run(
+        self, file: BlockFile, run: list[int], fetch: Fetch, on_fetched: OnFetched | None
+    ) -> None:
         start = run[0] * self._block_size_bytes
         end = run[-1] * self._block_size_bytes + file.length_of(run[-1])
         # Room before bytes: what cannot be kept must not be asked for.
         self._make_room(end - start)
         buffer = memoryview(bytearray(end - start))
         fetch(ByteRange(start, end), buffer)
+        if on_fetched is not None:
+            on_fetched(start, buffer)
         with self._lock:
             self._fetched_bytes += end - start
         checksums = file.write(run[0], buffer)

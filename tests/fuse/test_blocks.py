@@ -116,6 +116,38 @@ def test_damage_on_disk_is_noticed_and_fetched_again(
     assert second.statistics().cached_bytes == len(source.data)
 
 
+def test_who_asks_is_told_each_fetched_range_once(make_cache: MakeCache) -> None:
+    cache, source = make_cache(), Source(6 * BLOCK + 7)
+    file = cache.open(source.key)
+    told: list[tuple[int, bytes]] = []
+
+    def note(offset: int, data: memoryview) -> None:
+        told.append((offset, bytes(data)))
+
+    cache.ensure(file, 0, 4, source.fetch, on_fetched=note)
+    cache.read(file, 0, len(source.data), source.fetch, on_fetched=note)
+    assert [(offset // BLOCK, len(data)) for offset, data in told] == [
+        (0, 4 * BLOCK),
+        (4, BLOCK),
+        (5, BLOCK + 7),
+    ]
+    assert b"".join(data for _offset, data in told) == source.data
+
+
+def test_who_asks_is_told_of_what_cannot_be_kept(make_cache: MakeCache) -> None:
+    cache, source = make_cache(capacity_bytes=BLOCK), Source(4 * BLOCK)
+    told: list[tuple[int, bytes]] = []
+    data = cache.read(
+        cache.open(source.key),
+        5,
+        3 * BLOCK,
+        source.fetch,
+        on_fetched=lambda offset, data: told.append((offset, bytes(data))),
+    )
+    assert (5, data) in told
+    assert data == source.data[5 : 5 + 3 * BLOCK]
+
+
 def test_another_version_shares_no_block(make_cache: MakeCache) -> None:
     cache, old, new = make_cache(), Source(BLOCK), Source(BLOCK)
     new.key = FileKey("f", "v2", BLOCK)
