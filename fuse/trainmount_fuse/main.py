@@ -9,10 +9,8 @@ command that needs them.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,18 +20,19 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from trainmount_fuse.logs import configure_logging
+from trainmount_fuse.options import (
+    add_log_options,
+    add_mount_options,
+    log_arguments,
+    mount_name,
+    mount_settings,
+    state_home,
+)
 from trainmount_fuse.session.exit_codes import EXIT_CONFIGURATION, EXIT_ENDED, EXIT_FAILED
 
 __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
-
-_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
-    "Ki": 1 << 10,
-    "Mi": 1 << 20,
-    "Gi": 1 << 30,
-    "Ti": 1 << 40,
-}
 
 MOUNTED: Final = b"mounted"
 """What the process in the background tells the one in front."""
@@ -43,17 +42,25 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "trainmount-f
     """Run one command; its exit code. `program` is what usage lines call it."""
     options = _parser(program).parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
-    configure_logging(verbose=options.verbose)
+    configure_logging(verbose=options.verbose, log_format=options.log_format)
     result: int = options.run(options)
     return result
 
 
+class _Parser(argparse.ArgumentParser):
+    """One line for a mistake: the usage of `mount` is longer than a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_CONFIGURATION, f"trainmount: {message}; see {self.prog} --help\n")
+
+
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description="Mount a volume as a directory.")
-    parser.add_argument("--verbose", "-v", action="store_true", help="log more")
+    parser = _Parser(prog=program, description="Mount a volume as a directory.")
+    add_log_options(parser, has_defaults=True)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_mount(commands.add_parser("mount", help="mount a volume at a directory"))
     serve = commands.add_parser("serve", help="serve a mount that another process made")
+    add_log_options(serve)
     serve.add_argument("--keeper", type=Path, required=True, metavar="SOCKET")
     serve.add_argument("--reclaim", type=Path, required=True, metavar="SOCKET")
     serve.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
@@ -69,24 +76,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _add_mount(parser: argparse.ArgumentParser) -> None:
+    add_mount_options(parser)
+    add_log_options(parser)
     add = parser.add_argument
-    add(
-        "source",
-        metavar="SOURCE",
-        help="/Volumes[/CATALOG[/SCHEMA[/VOLUME[/...]]]], s3://BUCKET[/...], gs://..., az://... or "
-        "file:///DIRECTORY",
-    )
-    add("mountpoint", metavar="MOUNTPOINT", type=Path)
-    add("--profile", default="", metavar="NAME", help="section of ~/.databrickscfg")
-    add("--cache-dir", type=Path, metavar="DIR", help="blocks that were read; may be deleted")
-    add("--state-dir", type=Path, metavar="DIR", help="written files until they are uploaded")
-    add("--cache-size", type=_size, metavar="BYTES", help="for example 20Gi")
-    add("--read-only", action="store_true")
-    add("--allow-other", action="store_true", help="let other users look in")
-    add("--uid", type=int, help="owner that files show (you)")
-    add("--gid", type=int, help="group that files show (yours)")
-    add("--file-mode", type=_mode, metavar="OCTAL", help="permissions of files (644)")
-    add("--directory-mode", type=_mode, metavar="OCTAL", help="permissions of directories (755)")
     add("--foreground", action="store_true", help="stay until the mount ends")
     add("--ready-file", type=Path, metavar="FILE", help="gets the process ids once it is mounted")
     add("--read-ahead-kib", type=int, default=16 * 1024, metavar="KIB")
@@ -109,28 +101,11 @@ def _mount(options: argparse.Namespace) -> int:
 def _mount_in_foreground(options: argparse.Namespace) -> int:
     from trainmount_fuse.session.holder import HolderOptions, hold
     from trainmount_fuse.session.supervisor import SupervisorOptions
-    from trainmount_fuse.settings import MountSettings
 
-    name = _name(options)
-    given = {
-        "cache_dir": options.cache_dir or _base("XDG_CACHE_HOME", ".cache") / "cache" / name,
-        "state_dir": options.state_dir or _base("XDG_STATE_HOME", ".local/state") / "state" / name,
-        "profile": options.profile,
-        "cache_size_bytes": options.cache_size,
-        "read_only": options.read_only,
-        "allow_other": options.allow_other,
-        "uid": options.uid,
-        "gid": options.gid,
-        "file_mode": options.file_mode,
-        "directory_mode": options.directory_mode,
-    }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    for name in ("cache_dir", "state_dir"):
-        chosen[name] = chosen[name].absolute()
     return hold(
         HolderOptions(
             mountpoint=options.mountpoint,
-            settings=MountSettings(source=options.source, **chosen),
+            settings=mount_settings(options),
             ready_file=options.ready_file,
             read_ahead_kib=options.read_ahead_kib,
             supervisor=SupervisorOptions(
@@ -143,7 +118,7 @@ def _mount_in_foreground(options: argparse.Namespace) -> int:
 
 def _mount_behind(options: argparse.Namespace) -> int:
     """Start the holder in a session of its own, and end when a daemon answers."""
-    log = _base("XDG_STATE_HOME", ".local/state") / "log" / f"{_name(options)}.log"
+    log = state_home() / "log" / f"{mount_name(options)}.log"
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [sys.executable, "-m", "trainmount_fuse", *options.arguments]
     reader, writer = os.pipe()
@@ -172,10 +147,9 @@ def _mount_behind(options: argparse.Namespace) -> int:
 
 
 def _daemon_options(options: argparse.Namespace) -> dict[str, Any]:
-    """A verbose mount has verbose daemons."""
-    if not options.verbose:
-        return {}
-    return {"daemon_command": (sys.executable, "-m", "trainmount_fuse", "--verbose", "daemon")}
+    """Daemons log as their mount does."""
+    command = (sys.executable, "-m", "trainmount_fuse", *log_arguments(options), "daemon")
+    return {"daemon_command": command}
 
 
 def _notify(fd: int | None) -> None:
@@ -227,27 +201,3 @@ def _self_test(_options: argparse.Namespace) -> int:
     fault = takeover_fault()
     print("takeover" if fault is None else f"remount: {fault}")
     return EXIT_ENDED if fault is None else EXIT_FAILED
-
-
-def _name(options: argparse.Namespace) -> str:
-    """Names this mount's own files: the same for the same source at the same place."""
-    place = f"{options.source}\0{options.mountpoint.absolute()}"
-    return hashlib.sha256(place.encode(errors="surrogateescape")).hexdigest()[:16]
-
-
-def _base(variable: str, default: str) -> Path:
-    return Path(os.environ.get(variable) or Path.home() / default) / "trainmount"
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMGT]i?)?B?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 500M or 20Gi")
-    return int(match[1]) * _UNITS[match[2] or ""]
-
-
-def _mode(text: str) -> int:
-    try:
-        return int(text, 8)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a mode; write 644") from None

@@ -20,6 +20,7 @@ MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 
 _PAGE_BYTES: Final = 4096
+_BUCKETS: Final = ("s3://", "gs://", "az://", "abfss://")
 _NOT_NEGATIVE: Final = (
     "chunk_above_bytes",
     "free_disk_floor_bytes",
@@ -158,10 +159,7 @@ class MountSettings:
     """Requests that may wait for the store or the disk at once."""
 
     def __post_init__(self) -> None:
-        if not self.source:
-            raise SettingsError(
-                "must name a volume, for example /Volumes/main/default/data", name="source"
-            )
+        self._check_source()
         _require_at_least(self, "block_size_bytes", _PAGE_BYTES)
         if self.block_size_bytes % _PAGE_BYTES:
             raise SettingsError(
@@ -190,6 +188,15 @@ class MountSettings:
                 parse_address(self.metrics_address)
             except ValueError as error:
                 raise SettingsError(str(error), name="metrics_address") from None
+
+    def _check_source(self) -> None:
+        if not self.source:
+            raise SettingsError(
+                "must name a volume, for example /Volumes/main/default/data", name="source"
+            )
+        for name in ("endpoint", "region"):
+            if getattr(self, name) and not self.source.startswith(_BUCKETS):
+                raise SettingsError(f"is for buckets, and {self.source} is none", name=name)
 
     def to_json(self) -> str:
         """The settings as one JSON object, for `from_json`."""

@@ -20,6 +20,7 @@ from trainmount_fuse.session.mounting import (
     mount_fuse,
     unmount,
 )
+from trainmount_fuse.settings import MountSettings
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -251,12 +252,17 @@ def test_a_mounted_volume_is_read_and_written_through_the_files_api(files_server
     assert mount.stop() == 0
 
 
-def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
+def test_a_store_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("DATABRICKS_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("DATABRICKS_TOKEN", "any")
+        settings = MountSettings(
+            source="/Volumes/main/default/data",
+            cache_dir=tmp_path / "cache",
+            state_dir=tmp_path / "state",
+        )
         with pytest.raises(MountError, match=r"gave no answer in 0\.5 s"):
-            check_volume("/Volumes/main/default/data", timeout_seconds=0.5)
+            check_volume(settings, timeout_seconds=0.5)
 
 
 def test_a_source_that_is_no_volume_is_refused(tmp_path):

@@ -107,12 +107,11 @@ def settings_of(configuration: dict[str, Any]) -> MountSettings:
 
 def open_filesystem(configuration: dict[str, Any]) -> Filesystem:
     """The filesystem that a configuration describes, with this process's credentials."""
-    from trainmount_files import open_volume
     from trainmount_fuse.filesystem import Filesystem
+    from trainmount_fuse.source import open_source
 
     settings = settings_of(configuration)
-    volume = open_volume(settings.source, profile=settings.profile or None)
-    return Filesystem(volume, settings)
+    return Filesystem(open_source(settings), settings)
 
 
 class _Generation:

@@ -32,7 +32,6 @@ from trainmount_files import (
     Unauthenticated,
     Unavailable,
     VolumeError,
-    open_volume,
 )
 from trainmount_fuse.session.handover import Handover
 from trainmount_fuse.session.mounting import (
@@ -50,6 +49,7 @@ from trainmount_fuse.session.restarts import RestartBudget
 from trainmount_fuse.session.self_test import takeover_fault_here
 from trainmount_fuse.session.supervisor import STOP_SIGNALS, Ending, Supervisor, SupervisorOptions
 from trainmount_fuse.settings import MountSettings
+from trainmount_fuse.source import open_source
 
 __all__ = ["HolderOptions", "check_volume", "hold"]
 
@@ -117,7 +117,7 @@ def hold(options: HolderOptions) -> int:
     settings = options.settings
     if settings.cache_dir == settings.state_dir:
         raise MountError("the cache and the state need two folders (--cache-dir, --state-dir)")
-    check_volume(settings.source, profile=settings.profile or None)
+    check_volume(settings)
     with ExitStack() as stack:
         for folder in (settings.state_dir, settings.cache_dir):
             stack.enter_context(_locked(folder))
@@ -132,19 +132,15 @@ def hold(options: HolderOptions) -> int:
         return _Holder(options, connection, can_take_over=fault is None).run()
 
 
-def check_volume(
-    source: str,
-    timeout_seconds: float = CHECK_TIMEOUT_SECONDS,
-    *,
-    profile: str | None = None,
-) -> None:
-    """Raises MountError where `source` is not a directory that this identity may look at, or no
+def check_volume(settings: MountSettings, timeout_seconds: float = CHECK_TIMEOUT_SECONDS) -> None:
+    """Raises MountError where the source is not a directory that this identity may look at, or no
     answer comes."""
+    source = settings.source
     answers: queue.SimpleQueue[FileStat | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            volume = open_volume(source, profile=profile)
+            volume = open_source(settings)
             try:
                 found = volume.stat("")
                 if not volume.capabilities.keeps_directories:

@@ -1,0 +1,236 @@
+"""The options of `trainmount mount` and the settings they are. Called by `main`.
+
+One table, so that a setting that is refused is named as the option that a person wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trainmount_fuse.settings import MountSettings, SettingsError, parse_address
+
+__all__ = [
+    "add_log_options",
+    "add_mount_options",
+    "log_arguments",
+    "mount_name",
+    "mount_settings",
+    "state_home",
+]
+
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
+    "Ki": 1 << 10,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+    "Ti": 1 << 40,
+}
+
+_METADATA: Final = ("entry_timeout_seconds", "attr_timeout_seconds", "directory_timeout_seconds")
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMGT]i?)?B?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 500M or 20Gi")
+    return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def _mode(text: str) -> int:
+    try:
+        return int(text, 8)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mode; write 644") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write 1 or 0.5")
+    return value
+
+
+def _id(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < (1 << 32) - 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of a user or group")
+    return int(text)
+
+
+def _address(text: str) -> str:
+    try:
+        host, port = parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return f"{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    flag: str
+    settings: tuple[str, ...]
+    """Fields of MountSettings that get its value."""
+
+    convert: Callable[[str], Any] | None
+    """None for a switch."""
+
+    metavar: str | None
+    help: str
+
+
+_OPTIONS: Final = (
+    _Option("--profile", ("profile",), str, "NAME", "section of ~/.databrickscfg"),
+    _Option("--endpoint", ("endpoint",), str, "URL", "service that has the bucket"),
+    _Option("--region", ("region",), str, "NAME", "region of the bucket"),
+    _Option(
+        "--chunk-above",
+        ("chunk_above_bytes",),
+        _size,
+        "SIZE",
+        "keep larger files in chunks, for storage that takes 5 GiB a file: 5Gi",
+    ),
+    _Option("--cache-dir", ("cache_dir",), Path, "DIR", "blocks that were read; may be deleted"),
+    _Option("--state-dir", ("state_dir",), Path, "DIR", "written files until they are uploaded"),
+    _Option("--cache-size", ("cache_size_bytes",), _size, "SIZE", "of the blocks on disk (10Gi)"),
+    _Option(
+        "--free-disk",
+        ("free_disk_floor_bytes",),
+        _size,
+        "SIZE",
+        "leave this much of the disk free (512Mi)",
+    ),
+    _Option(
+        "--memory", ("memory_bytes",), _size, "SIZE", "for bytes on their way either way (256Mi)"
+    ),
+    _Option("--read-only", ("read_only",), None, None, "refuse every change"),
+    _Option("--allow-other", ("allow_other",), None, None, "let other users look in"),
+    _Option("--uid", ("uid",), _id, "NUMBER", "owner that files show (you)"),
+    _Option("--gid", ("gid",), _id, "NUMBER", "group that files show (yours)"),
+    _Option("--file-mode", ("file_mode",), _mode, "OCTAL", "permissions of files (644)"),
+    _Option(
+        "--directory-mode", ("directory_mode",), _mode, "OCTAL", "permissions of directories (755)"
+    ),
+    _Option(
+        "--metadata-timeout",
+        _METADATA,
+        _seconds,
+        "SECONDS",
+        "how long names, sizes and listings are believed (1)",
+    ),
+    _Option(
+        "--negative-timeout",
+        ("negative_timeout_seconds",),
+        _seconds,
+        "SECONDS",
+        "how long a name that was not there is believed to be missing (1)",
+    ),
+    _Option(
+        "--open-timeout",
+        ("open_timeout_seconds",),
+        _seconds,
+        "SECONDS",
+        "age up to which open(2) believes what is known; at 0 it asks the store (0)",
+    ),
+    _Option(
+        "--metrics-port",
+        ("metrics_address",),
+        _address,
+        "[HOST:]PORT",
+        "answer Prometheus there; localhost without a host",
+    ),
+)
+
+_FLAG_OF: Final = {name: option.flag for option in _OPTIONS for name in option.settings} | {
+    "source": "SOURCE"
+}
+
+
+def add_mount_options(parser: argparse.ArgumentParser) -> None:
+    """SOURCE, MOUNTPOINT and every option that is a setting."""
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="/Volumes[/CATALOG[/SCHEMA[/VOLUME[/...]]]], s3://BUCKET[/...], gs://..., az://... or "
+        "file:///DIRECTORY",
+    )
+    parser.add_argument("mountpoint", metavar="MOUNTPOINT", type=Path)
+    for option in _OPTIONS:
+        kind: dict[str, Any] = {"action": "store_true"}
+        if option.convert is not None:
+            kind = {"type": option.convert, "metavar": option.metavar}
+        parser.add_argument(
+            option.flag, dest=option.settings[0], default=None, help=option.help, **kind
+        )
+
+
+def mount_settings(options: argparse.Namespace) -> MountSettings:
+    """The settings that were asked for; where nothing was said of the two folders, they are named
+    after source and mountpoint in the user's own.
+
+    Raises:
+        SettingsError: an option has a value that cannot be; the line begins with the option.
+    """
+    values: dict[str, Any] = {}
+    for option in _OPTIONS:
+        value = getattr(options, option.settings[0])
+        if value is not None:
+            values.update(dict.fromkeys(option.settings, value))
+    name = mount_name(options)
+    values.setdefault("cache_dir", _home("XDG_CACHE_HOME", ".cache") / "cache" / name)
+    values.setdefault("state_dir", state_home() / "state" / name)
+    for folder in ("cache_dir", "state_dir"):
+        values[folder] = values[folder].absolute()
+    try:
+        return MountSettings(source=options.source, **values)
+    except SettingsError as error:
+        flag = _FLAG_OF.get(error.name)
+        if flag is None:
+            raise
+        raise SettingsError(f"{flag} {error.reason}") from None
+
+
+def mount_name(options: argparse.Namespace) -> str:
+    """Names this mount's own files: the same for the same source at the same place."""
+    place = f"{options.source}\0{options.mountpoint.absolute()}"
+    return hashlib.sha256(place.encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def state_home() -> Path:
+    """Where this user's mounts keep what must not be lost."""
+    return _home("XDG_STATE_HOME", ".local/state")
+
+
+def add_log_options(parser: argparse.ArgumentParser, *, has_defaults: bool = False) -> None:
+    """How much is logged and in what form; may stand before and after the command."""
+    suppressed = argparse.SUPPRESS
+    parser.add_argument(
+        "--verbose",
+        "-v",
+        action="store_true",
+        default=False if has_defaults else suppressed,
+        help="log more",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text" if has_defaults else suppressed,
+        help="lines for people or for programs (text)",
+    )
+
+
+def log_arguments(options: argparse.Namespace) -> list[str]:
+    """The same options for a process that is started by this one."""
+    return [*(["--verbose"] if options.verbose else []), "--log-format", options.log_format]
+
+
+def _home(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or Path.home() / default) / "trainmount"
