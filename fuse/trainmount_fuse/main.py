@@ -148,8 +148,10 @@ def _mount_behind(options: argparse.Namespace) -> int:
 
 def _daemon_options(options: argparse.Namespace) -> dict[str, Any]:
     """Daemons log as their mount does."""
-    command = (sys.executable, "-m", "trainmount_fuse", *log_arguments(options), "daemon")
-    return {"daemon_command": command}
+    arguments = log_arguments(options)
+    if not arguments:
+        return {}
+    return {"daemon_command": (sys.executable, "-m", "trainmount_fuse", *arguments, "daemon")}
 
 
 def _notify(fd: int | None) -> None:

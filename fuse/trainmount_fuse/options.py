@@ -229,7 +229,9 @@ def add_log_options(parser: argparse.ArgumentParser, *, has_defaults: bool = Fal
 
 def log_arguments(options: argparse.Namespace) -> list[str]:
     """The same options for a process that is started by this one."""
-    return [*(["--verbose"] if options.verbose else []), "--log-format", options.log_format]
+    verbose = ["--verbose"] if options.verbose else []
+    log_format = [] if options.log_format == "text" else ["--log-format", options.log_format]
+    return [*verbose, *log_format]
 
 
 def _home(variable: str, default: str) -> Path:
