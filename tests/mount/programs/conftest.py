@@ -1,0 +1,122 @@
+"""Programs run twice, on a mount of a volume and on a local disk, and must say the same."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM_SECONDS = 240
+STREAMING = "mosaicml-streaming==0.13.0"
+_LEFT_OUT = (
+    "azure-identity",
+    "azure-storage-blob",
+    "azure-storage-file-datalake",
+    "boto3",
+    "google-cloud-storage",
+    "matplotlib",
+    "oci",
+    "paramiko",
+    "torch",
+)
+"""What the package asks for and a local dataset does not use; torch is the project's own."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Two folders that a program must not be able to tell apart."""
+
+    mount: Any
+    on_mount: Path
+    on_disk: Path
+    volume: Path
+    """What the store has of the mount."""
+
+    def both(self, run: Callable[[Path], Any]) -> Any:
+        """What `run` says of the mount, which must be what it says of the disk."""
+        expected = run(self.on_disk)
+        assert run(self.on_mount) == expected
+        return expected
+
+
+@pytest.fixture
+def places(start_mount: Callable[..., Any], files_server: Any, tmp_path: Path) -> Places:
+    """A mount over the local Files API, and a folder on the disk."""
+    mount = start_mount(files_server.source, environment=files_server.environment())
+    on_disk = tmp_path / "disk"
+    on_disk.mkdir()
+    return Places(mount, mount.mountpoint, on_disk, files_server.volume)
+
+
+def run(
+    *command: str | Path, environment: dict[str, str] | None = None, python: str = sys.executable
+) -> str:
+    """What a program of this folder, or a command, prints; fails where it fails."""
+    first, *rest = (str(one) for one in command)
+    is_ours = first.endswith("_program.py")
+    start = [python, str(Path(__file__).parent / first)] if is_ours else [first]
+    done = subprocess.run(
+        [*start, *rest],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(name="run")
+def _run() -> Callable[..., str]:
+    """`run(program, *arguments, environment={}, python=...)`."""
+    return run
+
+
+@pytest.fixture(scope="session")
+def streaming_python() -> str:
+    """An interpreter that has MosaicML's streaming, whose numpy is older than the project's."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    cache = Path(home) / "trainmount" / "programs"
+    cache.mkdir(parents=True, exist_ok=True)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = cache / f"{STREAMING.replace('==', '-')}-py{version}"
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            _make_environment(folder)
+    # Torch is the project's; it comes after what is installed here.
+    site_packages = folder / f"lib/python{version}/site-packages"
+    torch = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.__path__[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (site_packages / "project.pth").write_text(str(Path(torch.stdout.strip()).parent) + "\n")
+    return str(folder / "bin/python")
+
+
+def _make_environment(folder: Path) -> None:
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    beside = Path(sys.executable).with_name("uv")
+    uv = str(beside) if beside.exists() else shutil.which("uv")
+    assert uv is not None, "needs uv: pip install uv"
+    make = [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, str(partial)]
+    subprocess.run(make, check=True, timeout=300)
+    overrides = partial / "overrides.txt"
+    overrides.write_text("".join(f"{name}; python_version < '3'\n" for name in _LEFT_OUT))
+    install = [uv, "pip", "install", "--quiet", "--python", str(partial / "bin/python")]
+    command = [*install, "--overrides", str(overrides), STREAMING]
+    subprocess.run(command, check=True, timeout=300)
+    # Relocatable: it moves to its place once it is whole.
+    partial.rename(folder)

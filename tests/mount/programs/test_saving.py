@@ -1,0 +1,131 @@
+"""Checkpoints saved by the usual libraries, on a mount as on a disk."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+
+def test_every_way_to_save_gives_back_the_same_tensors(places, run):
+    lines = places.both(lambda folder: run("save_program.py", folder)).splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["safetensors", "torch", "mapped", "dcp"]
+    assert len({line.split()[1] for line in lines[:4]}) == 1
+    on_disk = (places.on_disk / "model.safetensors").read_bytes()
+    assert (places.volume / "model.safetensors").read_bytes() == on_disk
+    assert not (places.volume / "model.pt.tmp").exists()
+
+
+@pytest.fixture
+def nodes(start_mount, files_server):
+    """Two mounts of one volume."""
+    environment = files_server.environment()
+    return [
+        start_mount(files_server.source, name=f"node{number}", environment=environment).mountpoint
+        for number in range(2)
+    ]
+
+
+def on_nodes(folders: list[Path], action: str) -> list[tuple[int, str]]:
+    """Exit code and output of one rank a folder, at the same time."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = Path(__file__).with_name("two_nodes_program.py")
+
+    def rank(number: int) -> tuple[int, str]:
+        environment = {"RANK": str(number), "WORLD_SIZE": str(len(folders))}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        done = subprocess.run(
+            [sys.executable, program, action, folders[number] / "step-1"],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr * bool(done.returncode)
+
+    with ThreadPoolExecutor(len(folders)) as threads:
+        return list(threads.map(rank, range(len(folders))))
+
+
+def test_a_checkpoint_of_two_nodes_is_whole_for_both_and_for_one(nodes, files_server):
+    names = "['.metadata', '__0_0.distcp', '__1_0.distcp']"
+    expected = [(0, f"{rank} {names} True\n") for rank in range(2)]
+    assert on_nodes(nodes, "save") == expected
+    assert on_nodes(nodes, "load") == [(0, "0 True\n"), (0, "1 True\n")]
+    assert on_nodes(nodes[1:], "load") == [(0, "0 True\n")]
+    (files_server.volume / "step-1/__1_0.distcp").unlink()
+    code, output = on_nodes(nodes[:1], "load")[0]
+    assert code == 1
+    assert "__1_0.distcp" in output
+
+
+def test_eight_threads_fault_in_the_pages_of_eight_shards(places):
+    expected = {}
+    for number in range(8):
+        tensor = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(number))
+        save_file({"weight": tensor}, places.volume / f"shard-{number}.safetensors")
+        expected[number] = hashlib.sha256(tensor.numpy()).hexdigest()
+    together = threading.Barrier(8)
+
+    def load(number: int) -> tuple[int, str]:
+        path = places.on_mount / f"shard-{number}.safetensors"
+        with safe_open(path, framework="pt") as shard:
+            together.wait()
+            return number, hashlib.sha256(shard.get_tensor("weight").numpy()).hexdigest()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert dict(threads.map(load, range(8))) == expected
+
+
+def test_a_written_memory_map_is_there_when_it_is_opened_again(places):
+    shape = (64, 1 << 18)
+    path = places.on_mount / "activations.bin"
+    written = np.memmap(path, dtype=np.uint32, mode="w+", shape=shape)
+    for row in range(shape[0]):
+        written[row] = np.arange(shape[1], dtype=np.uint32) + row
+    written.flush()
+    del written
+    again = np.memmap(path, dtype=np.uint32, mode="r", shape=shape)
+    for row in (0, 1, 31, 63):
+        assert np.array_equal(again[row], np.arange(shape[1], dtype=np.uint32) + row)
+    del again
+    stored = np.memmap(places.volume / "activations.bin", dtype=np.uint32, mode="r", shape=shape)
+    assert int(stored.sum(dtype=np.uint64)) == sum(
+        (shape[1] - 1) * shape[1] // 2 + row * shape[1] for row in range(shape[0])
+    )
+
+
+def test_a_map_whose_upload_fails_tells_the_program(start_mount, files_server, tmp_path):
+    faults = tmp_path / "faults.json"
+    faults.write_text("[]")
+    files_server.stop()
+    files_server.start("--faults", str(faults))
+    environment = files_server.environment()
+    mount = start_mount(files_server.source, environment=environment)
+    path = mount.mountpoint / "lost.bin"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        faults.write_text('[{"route": "put_file", "status": 403}]')
+        mapped[:4] = b"new!"
+        with pytest.raises(PermissionError):
+            mapped.flush()
+        with pytest.raises(PermissionError):
+            os.fsync(file.fileno())
+        faults.write_text("[]")
+        mapped.flush()
+    assert (files_server.volume / "lost.bin").read_bytes() == b"new!" + bytes((1 << 20) - 4)
