@@ -43,6 +43,7 @@ from trainmount_fuse.prefetch import Prefetcher
 from trainmount_fuse.reading import Reading
 from trainmount_fuse.recovery import Recovery
 from trainmount_fuse.settings import MountSettings
+from trainmount_fuse.source import look_at_root
 from trainmount_fuse.staging import FilesNotUploaded, Staging
 from trainmount_fuse.state import Intents, get_meta, open_database, set_meta
 from trainmount_fuse.workers import TreeLock, Workers
@@ -299,6 +300,12 @@ class Filesystem:
             decode_name(new_name),
             flags,
         )
+
+    async def ask_store(self) -> None:
+        """One question that only the store can answer. Raises VolumeError. Cancelling leaves it
+        alone.
+        """
+        await trio.to_thread.run_sync(look_at_root, self._volume, abandon_on_cancel=True)
 
     # What a volume has not, or has in name only
 

@@ -1,5 +1,5 @@
-"""The mount's command line: `mount` and `serve` for people and pods, `daemon` and `self-test` for
-the two themselves.
+"""The mount's command line: `mount` and `serve` for people and pods; session/cli.py has what ends
+and renews a mount.
 
 Bad arguments, a missing volume or a mountpoint that cannot be used give one line and exit code 2,
 and leave nothing behind. Modules that drag in libfuse or an HTTP client are imported by the
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.options import (
@@ -28,11 +28,18 @@ from trainmount_fuse.options import (
     mount_settings,
     state_home,
 )
+from trainmount_fuse.session.cli import add_session_commands
 from trainmount_fuse.session.exit_codes import EXIT_CONFIGURATION, EXIT_ENDED, EXIT_FAILED
 
 __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
+
+_LIBRARIES: Final = frozenset({"pyfuse3", "_pyfuse3", "trio"})
+"""What the extra `fuse` brings."""
+
+EXIT_INTERRUPTED: Final = 130
+"""As a shell tells it of a program that Ctrl-C ended."""
 
 MOUNTED: Final = b"mounted"
 """What the process in the background tells the one in front."""
@@ -66,9 +73,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     serve.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
     serve.add_argument("--stop-timeout", type=float, default=120.0, metavar="SECONDS")
     serve.set_defaults(run=_serve)
-    daemon = commands.add_parser("daemon")
-    daemon.add_argument("--control-fd", type=int, required=True)
-    daemon.set_defaults(run=_daemon)
+    add_session_commands(commands)
     commands.add_parser(
         "self-test", help="tell whether mounts survive their daemon here"
     ).set_defaults(run=_self_test)
@@ -96,6 +101,18 @@ def _mount(options: argparse.Namespace) -> int:
     except (MountError, SettingsError) as error:
         print(f"trainmount: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] not in _LIBRARIES:
+            raise
+        print(
+            f"trainmount: a mount needs {error.name}: pip install 'trainmount[fuse]', after "
+            f"apt-get install libfuse3-dev or its like ({error})",
+            file=sys.stderr,
+        )
+        return EXIT_CONFIGURATION
+    except KeyboardInterrupt:
+        # Before anything was mounted; afterwards it is an order to end.
+        return EXIT_INTERRUPTED
 
 
 def _mount_in_foreground(options: argparse.Namespace) -> int:
@@ -108,9 +125,8 @@ def _mount_in_foreground(options: argparse.Namespace) -> int:
             settings=mount_settings(options),
             ready_file=options.ready_file,
             read_ahead_kib=options.read_ahead_kib,
-            supervisor=SupervisorOptions(
-                stop_timeout_seconds=options.stop_timeout, **_daemon_options(options)
-            ),
+            log_arguments=tuple(log_arguments(options)),
+            supervisor=SupervisorOptions(stop_timeout_seconds=options.stop_timeout),
             on_mounted=lambda: _notify(options.notify_fd),
         )
     )
@@ -146,14 +162,6 @@ def _mount_behind(options: argparse.Namespace) -> int:
     return code or EXIT_FAILED
 
 
-def _daemon_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Daemons log as their mount does."""
-    arguments = log_arguments(options)
-    if not arguments:
-        return {}
-    return {"daemon_command": (sys.executable, "-m", "trainmount_fuse", *arguments, "daemon")}
-
-
 def _notify(fd: int | None) -> None:
     if fd is not None:
         os.write(fd, MOUNTED)
@@ -178,7 +186,6 @@ def _serve(options: argparse.Namespace) -> int:
             keeper_address=options.keeper,
             reclaim_address=options.reclaim,
             stop_timeout_seconds=options.stop_timeout,
-            **_daemon_options(options),
         ),
         RestartBudget(),
     )
@@ -189,12 +196,6 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(EXIT_ENDED)
-
-
-def _daemon(options: argparse.Namespace) -> int:
-    from trainmount_fuse.session.daemon import run_daemon
-
-    return run_daemon(options.control_fd)
 
 
 def _self_test(_options: argparse.Namespace) -> int:

@@ -10,16 +10,18 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from trainmount_fuse.settings import MountSettings, SettingsError, parse_address
 
 __all__ = [
+    "add_change_options",
     "add_log_options",
     "add_mount_options",
+    "changed_settings",
     "log_arguments",
     "mount_name",
     "mount_settings",
@@ -149,6 +151,14 @@ _OPTIONS: Final = (
     ),
 )
 
+_CHANGEABLE: Final = frozenset(
+    {"--profile", "--cache-dir", "--cache-size", "--free-disk", "--memory", "--uid", "--gid"}
+    | {"--file-mode", "--directory-mode", "--metadata-timeout", "--negative-timeout"}
+    | {"--open-timeout", "--metrics-port"}
+)
+"""What a mount that is there can get another value of; the kernel, the store or files not yet
+uploaded stand by the others."""
+
 _FLAG_OF: Final = {name: option.flag for option in _OPTIONS for name in option.settings} | {
     "source": "SOURCE"
 }
@@ -164,12 +174,23 @@ def add_mount_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("mountpoint", metavar="MOUNTPOINT", type=Path)
     for option in _OPTIONS:
-        kind: dict[str, Any] = {"action": "store_true"}
-        if option.convert is not None:
-            kind = {"type": option.convert, "metavar": option.metavar}
-        parser.add_argument(
-            option.flag, dest=option.settings[0], default=None, help=option.help, **kind
-        )
+        _add_option(parser, option)
+
+
+def add_change_options(parser: argparse.ArgumentParser) -> None:
+    """The options that a mount which is there can take."""
+    for option in _OPTIONS:
+        if option.flag in _CHANGEABLE:
+            _add_option(parser, option)
+
+
+def _add_option(parser: argparse.ArgumentParser, option: _Option) -> None:
+    kind: dict[str, Any] = {"action": "store_true"}
+    if option.convert is not None:
+        kind = {"type": option.convert, "metavar": option.metavar}
+    parser.add_argument(
+        option.flag, dest=option.settings[0], default=None, help=option.help, **kind
+    )
 
 
 def mount_settings(options: argparse.Namespace) -> MountSettings:
@@ -179,18 +200,36 @@ def mount_settings(options: argparse.Namespace) -> MountSettings:
     Raises:
         SettingsError: an option has a value that cannot be; the line begins with the option.
     """
-    values: dict[str, Any] = {}
-    for option in _OPTIONS:
-        value = getattr(options, option.settings[0])
-        if value is not None:
-            values.update(dict.fromkeys(option.settings, value))
+    values = _given(options)
     name = mount_name(options)
     values.setdefault("cache_dir", _home("XDG_CACHE_HOME", ".cache") / "cache" / name)
     values.setdefault("state_dir", state_home() / "state" / name)
+    return _settings({"source": options.source, **values})
+
+
+def changed_settings(options: argparse.Namespace, old: Mapping[str, Any]) -> MountSettings:
+    """The settings of a mount, as its holder told them, with what is asked for now.
+
+    Raises:
+        SettingsError: an option has a value that cannot be; the line begins with the option.
+    """
+    return _settings({**asdict(MountSettings.from_mapping(old)), **_given(options)})
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for option in _OPTIONS:
+        value = getattr(options, option.settings[0], None)
+        if value is not None:
+            values.update(dict.fromkeys(option.settings, value))
+    return values
+
+
+def _settings(values: dict[str, Any]) -> MountSettings:
     for folder in ("cache_dir", "state_dir"):
         values[folder] = values[folder].absolute()
     try:
-        return MountSettings(source=options.source, **values)
+        return MountSettings(**values)
     except SettingsError as error:
         flag = _FLAG_OF.get(error.name)
         if flag is None:

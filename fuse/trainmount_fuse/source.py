@@ -1,13 +1,14 @@
-"""The volume that a mount's settings name. Opened by the daemon to serve it, and by the holder to
-see that it can be, before anything is mounted.
+"""The volume that a mount's settings name. Opened by the daemon to serve it, and looked at by
+whoever must know whether its store is there: at the start of a mount, before its upgrade and at its
+end.
 """
 
 from __future__ import annotations
 
-from trainmount_files import Volume, open_volume
+from trainmount_files import FileStat, Volume, open_volume
 from trainmount_fuse.settings import MountSettings
 
-__all__ = ["open_source"]
+__all__ = ["look_at_root", "open_source"]
 
 
 def open_source(settings: MountSettings) -> Volume:
@@ -23,3 +24,12 @@ def open_source(settings: MountSettings) -> Volume:
         options={name: value for name, value in options.items() if value} or None,
         chunk_above_bytes=settings.chunk_above_bytes or None,
     )
+
+
+def look_at_root(volume: Volume) -> FileStat:
+    """The root of the volume, as its store tells it now. Raises VolumeError."""
+    found = volume.stat("")
+    if not volume.capabilities.keeps_directories:
+        # Of a bucket the root is there unasked.
+        volume.list_page("")
+    return found

@@ -1,10 +1,11 @@
-"""How often a daemon may die."""
+"""How often a daemon may die, and when it counts as hung."""
 
 from __future__ import annotations
 
 import pytest
 
 from trainmount_fuse.session.restarts import RestartBudget, RestartPolicy
+from trainmount_fuse.session.watchdog import HEARTBEAT_SECONDS, Watchdog
 
 
 class Clock:
@@ -15,41 +16,66 @@ class Clock:
         return self.now
 
 
-def test_a_daemon_that_answered_is_replaced_at_once_time_and_again():
+def test_a_daemon_that_served_is_replaced_at_once_time_and_again():
     clock = Clock()
     budget = RestartBudget(clock=clock)
-    for _ in range(200):
+    for _ in range(1000):
         budget.note_ready()
-        assert budget.delay_after_death(was_ready=True) == 0
-        clock.now += 11
+        clock.now += 2
+        assert budget.delay_after_death() == 0
+    assert budget.num_deaths == 1000
+
+
+def test_a_hundred_daemons_killed_at_their_first_answer_are_replaced_at_once():
+    budget = RestartBudget(clock=Clock())
+    for _ in range(100):
+        budget.note_ready()
+        assert budget.delay_after_death() == 0
 
 
 def test_failed_starts_are_spaced_out_and_then_enough():
     policy = RestartPolicy(max_failed_starts=6, first_delay_seconds=1, max_delay_seconds=5)
     budget = RestartBudget(policy, Clock())
-    delays = [budget.delay_after_death(was_ready=False) for _ in range(6)]
+    delays = [budget.delay_after_death() for _ in range(6)]
     assert delays == [1, 2, 4, 5, 5, None]
 
 
 def test_an_answer_forgives_failed_starts():
-    budget = RestartBudget(RestartPolicy(max_failed_starts=2, first_delay_seconds=1), Clock())
+    clock = Clock()
+    budget = RestartBudget(RestartPolicy(max_failed_starts=2, first_delay_seconds=1), clock)
     for _ in range(5):
-        assert budget.delay_after_death(was_ready=False) == 1
+        assert budget.delay_after_death() == 1
         budget.note_ready()
+        clock.now += 10
+        assert budget.delay_after_death() == 0
 
 
 def test_a_request_that_kills_every_daemon_comes_to_an_end():
     clock = Clock()
-    budget = RestartBudget(RestartPolicy(max_deaths=10, window_seconds=100), clock)
+    budget = RestartBudget(RestartPolicy(max_short_lives=10, short_life_seconds=5), clock)
     delays = []
     for _ in range(10):
         budget.note_ready()
-        delays.append(budget.delay_after_death(was_ready=True))
-        clock.now += 5
+        clock.now += 4
+        delays.append(budget.delay_after_death())
     assert delays == [0.0] * 9 + [None]
-    assert budget.num_deaths == 10
 
 
 def test_impossible_limits_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
-        RestartPolicy(max_deaths=0)
+        RestartPolicy(max_short_lives=0)
+
+
+def test_a_daemon_hangs_after_the_whole_limit_without_a_sign():
+    watchdog = Watchdog(3 * HEARTBEAT_SECONDS)
+    for _ in range(3):
+        assert not watchdog.look()
+    assert watchdog.look()
+    watchdog.note_sign()
+    assert not watchdog.look()
+
+
+def test_one_late_look_is_no_hang_however_long_it_took():
+    # Both sides slept; the daemon's next sign comes within a period again.
+    watchdog = Watchdog(0.1)
+    assert not watchdog.look()

@@ -1,12 +1,9 @@
-"""The real daemon over a Files API volume that retries for a second and not for two minutes. Run by
-a supervisor, not by pytest.
-
-    session_impatient_daemon.py NAME --control-fd N
+"""The real daemon over a Files API volume that retries for a second and not for two minutes. A
+supervisor's child runs it.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from trainmount_files.files_api import FilesApiVolume
@@ -14,7 +11,6 @@ from trainmount_files.files_api.options import FilesApiOptions
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.retry import RetryPolicy
 from trainmount_fuse.filesystem import Filesystem
-from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.session.daemon import run_daemon, settings_of
 
 RETRY = RetryPolicy(deadline_seconds=1.0, first_delay_seconds=0.1, max_delay_seconds=0.2)
@@ -26,6 +22,6 @@ def _impatient(configuration: dict[str, Any]) -> Filesystem:
     return Filesystem(volume, settings)
 
 
-if __name__ == "__main__":
-    configure_logging(verbose=False)
-    sys.exit(run_daemon(int(sys.argv[3]), _impatient))
+def serve_impatiently(control_fd: int) -> int:
+    """What a supervisor's child runs."""
+    return run_daemon(control_fd, _impatient)

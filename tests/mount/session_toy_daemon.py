@@ -1,10 +1,9 @@
-"""A daemon over a file system that needs no store, for the tests of the session. Run by a
-supervisor, not by pytest.
-
-    session_toy_daemon.py FAULT --control-fd N
+"""A daemon over a file system that needs no store, for the tests of the session. A supervisor's
+child runs it.
 
 The root has one file `f` whose every 8-byte word is its own offset, and `slow`, the same with late
-answers. FAULT: `none`; `start` ends before it answers; `read` ends when somebody reads.
+answers. `fault`: `none`; `start` ends before it answers; `read` ends when somebody reads; `hang`
+stands still when somebody reads.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import errno
 import os
 import stat
 import struct
-import sys
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import trio
 
 from trainmount_fuse.attributes import Attributes, DirEntry, OpenFile, StatFs
-from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.session.daemon import run_daemon
 
 SIZE = 1 << 30
@@ -32,6 +31,8 @@ class ToyFilesystem:
 
     def __init__(self, fault: str, configuration: dict[str, Any]) -> None:
         self._fault = fault
+        # Only the first daemon hangs.
+        self._hung = os.environ.get("TOY_HUNG", "")
         self._stamp = configuration.get("environment", {}).get("STAMP", "")
 
     async def start(self) -> None:
@@ -39,6 +40,9 @@ class ToyFilesystem:
             os._exit(3)
 
     async def stop(self) -> None:
+        return
+
+    async def ask_store(self) -> None:
         return
 
     async def lookup(self, parent_ino: int, name: bytes) -> Attributes:
@@ -62,6 +66,10 @@ class ToyFilesystem:
     async def read(self, fh: int, offset: int, size: int) -> bytes:
         if self._fault == "read":
             os._exit(4)
+        if self._fault == "hang" and not Path(self._hung).exists():
+            Path(self._hung).touch()
+            while True:
+                time.sleep(1)
         # So that a kill finds requests in flight.
         await trio.sleep(0.3 if fh == 3 else 0.005)
         end = min(offset + size, SIZE)
@@ -93,7 +101,6 @@ class ToyFilesystem:
         raise OSError(errno.ENODATA, "no such attribute")
 
 
-if __name__ == "__main__":
-    configure_logging(verbose=False)
-    fault, control_fd = sys.argv[1], int(sys.argv[3])
-    sys.exit(run_daemon(control_fd, lambda configuration: ToyFilesystem(fault, configuration)))
+def serve_toy(fault: str, control_fd: int) -> int:
+    """What a supervisor's child runs."""
+    return run_daemon(control_fd, lambda configuration: ToyFilesystem(fault, configuration))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainmount_fuse.session.holder import check_volume
+from trainmount_fuse.session.checks import check_volume
 from trainmount_fuse.session.mounting import (
     MountError,
     find_mount,
@@ -25,7 +25,7 @@ from trainmount_fuse.settings import MountSettings
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_unmounts_ends_the_daemon_in_order_and_exits_with_0(start_mount, tmp_path, number):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     daemon = mount.ready()["daemon_pid"]
     # Ctrl-C reaches the holder and not its daemon.
     assert os.getpgid(daemon) == daemon
@@ -38,7 +38,7 @@ def test_a_stop_unmounts_ends_the_daemon_in_order_and_exits_with_0(start_mount, 
 
 
 def test_sigterm_ends_a_mount_that_a_program_still_uses(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     file = os.open(mount.mountpoint / "f", os.O_RDONLY)
     try:
         assert mount.stop() == 0
@@ -133,7 +133,7 @@ def test_where_no_successor_can_take_over_a_new_mount_takes_the_place(start_moun
 
 
 def test_umount_by_hand_ends_daemon_and_holder(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     daemon = mount.ready()["daemon_pid"]
     subprocess.run(["umount", str(mount.mountpoint)], check=True)
     assert mount.process.wait(60) == 0
@@ -141,7 +141,7 @@ def test_umount_by_hand_ends_daemon_and_holder(start_mount, tmp_path):
 
 
 def test_umount_by_hand_while_no_daemon_lives_ends_the_holder_too(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     # Stopped, so that the holder cannot start a successor before the mount is gone.
     mount.process.send_signal(signal.SIGSTOP)
     os.kill(mount.ready()["daemon_pid"], signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_a_mountpoint_that_is_a_file_is_refused(tmp_path, volume):
 def test_place_and_state_of_a_living_mount_are_refused_to_a_second_one(
     start_mount, tmp_path, volume
 ):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     done = _mount_command(volume, str(mount.mountpoint), "--foreground", *_own_files(tmp_path))
     assert done.returncode == 2
     assert f"mountpoint {mount.mountpoint} is busy" in done.stderr
@@ -266,7 +266,9 @@ def test_a_store_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
 
 
 def test_a_source_that_is_no_volume_is_refused(tmp_path):
-    done = _mount_command("main.default.data", str(tmp_path), "--foreground", *_own_files(tmp_path))
+    (tmp_path / "mnt").mkdir()
+    where = str(tmp_path / "mnt")
+    done = _mount_command("main.default.data", where, "--foreground", *_own_files(tmp_path))
     assert done.returncode == 2
     assert "must be /Volumes[/<catalog>[/<schema>[/<volume>[/...]]]]" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -17,7 +17,7 @@ NUM_KILLS = 6
 def test_six_kills_of_the_daemon_fail_no_read_and_make_none_wrong(
     start_mount, read_at_random, tmp_path
 ):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     reader = read_at_random(mount.mountpoint / "f")
     for _ in range(NUM_KILLS):
         reader.wait_for_more()
@@ -29,7 +29,7 @@ def test_six_kills_of_the_daemon_fail_no_read_and_make_none_wrong(
 
 
 def test_a_read_that_the_dead_daemon_had_begun_is_answered_by_its_successor(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     assert _names(mount.mountpoint) == ["f", "slow"]
     file = os.open(mount.mountpoint / "slow", os.O_RDONLY)
     got: list[bytes] = []
@@ -45,14 +45,14 @@ def test_a_read_that_the_dead_daemon_had_begun_is_answered_by_its_successor(star
 
 
 def test_a_daemon_that_never_starts_gives_up_and_leaves_no_hanging_mount(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="start", wait=False)
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="start", wait=False)
     assert mount.process.wait(60) == 1
     assert "keeps dying" in mount.log
     _assert_dead_not_hanging(mount.mountpoint)
 
 
 def test_a_request_that_kills_every_daemon_ends_in_an_error_for_its_program(start_mount, tmp_path):
-    mount = start_mount(f"file://{tmp_path}", toy="read")
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="read")
     program = f"import os; os.pread(os.open({str(mount.mountpoint / 'f')!r}, os.O_RDONLY), 8, 0)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
@@ -66,7 +66,7 @@ def test_a_request_that_kills_every_daemon_ends_in_an_error_for_its_program(star
 def test_a_killed_holder_takes_its_daemon_along_and_the_next_one_replaces_the_mount(
     start_mount, tmp_path
 ):
-    mount = start_mount(f"file://{tmp_path}", toy="none")
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     daemon = mount.ready()["daemon_pid"]
     assert os.getsid(daemon) == daemon
     mount.process.kill()

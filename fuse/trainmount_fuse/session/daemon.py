@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
+import faulthandler
 import logging
 import os
 import resource
@@ -20,12 +21,15 @@ import signal
 import socket
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import trio
 
+from trainmount_files import Unavailable, VolumeError
 from trainmount_fuse.adapter import FuseAdapter, open_session, serve_session
+from trainmount_fuse.filesystem import Filesystem
 from trainmount_fuse.session.exit_codes import (
+    EXIT_AWAY,
     EXIT_CONFIGURATION,
     EXIT_ENDED,
     EXIT_REPLACED,
@@ -34,15 +38,15 @@ from trainmount_fuse.session.exit_codes import (
 from trainmount_fuse.session.init_reply import (
     InitRequest,
     KernelLimits,
+    granted_limits,
     improved_reply,
     max_pages_limit,
 )
 from trainmount_fuse.session.stacks import describe_stacks
-from trainmount_fuse.session.wire import decoded_init, receive, send
+from trainmount_fuse.session.watchdog import HEARTBEAT_SECONDS
+from trainmount_fuse.session.wire import decoded_init, receive, send, try_send
 from trainmount_fuse.settings import MountSettings, SettingsError
-
-if TYPE_CHECKING:
-    from trainmount_fuse.filesystem import Filesystem
+from trainmount_fuse.source import open_source
 
 __all__ = ["open_filesystem", "run_daemon", "settings_of"]
 
@@ -52,6 +56,11 @@ FUSE_NOTIFY_RESEND: Final = struct.pack("<IiQ", 16, 7, 0)
 
 HANDSHAKE_TIMEOUT_SECONDS: Final = 30.0
 """libfuse answers in milliseconds; later than this it never will."""
+
+STORE_PATIENCE_SECONDS: Final = 5.0
+"""How long a store may take to answer one request, asked at the end of a mount, before it counts as
+away. Then neither a request in progress nor an upload comes to an end, and both keep their
+bytes."""
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -77,17 +86,19 @@ def run_daemon(
     it is None.
     """
     _raise_descriptor_limit()
+    # Tells where each thread stands, also where the event loop does not move any more.
+    faulthandler.register(signal.SIGQUIT)
     control = socket.socket(fileno=control_fd)
     message, fuse_fd = receive(control)
     if message is None or fuse_fd is None:
-        logger.error("the supervisor went away before it gave the descriptor")
-        return EXIT_CONFIGURATION
+        # The supervisor ended, or keeps another daemon.
+        return EXIT_REPLACED
     _die_with_parent(message["parent_pid"])
     configuration = message["configuration"]
     os.environ.update(configuration.get("environment", {}))
     try:
         filesystem = (make_filesystem or open_filesystem)(configuration)
-    except SettingsError as error:
+    except (SettingsError, VolumeError) as error:
         logger.error("the mount's settings are wrong", extra={"reason": str(error)})
         return EXIT_CONFIGURATION
     generation = _Generation(control, fuse_fd, decoded_init(message["init"]), filesystem)
@@ -107,9 +118,6 @@ def settings_of(configuration: dict[str, Any]) -> MountSettings:
 
 def open_filesystem(configuration: dict[str, Any]) -> Filesystem:
     """The filesystem that a configuration describes, with this process's credentials."""
-    from trainmount_fuse.filesystem import Filesystem
-    from trainmount_fuse.source import open_source
-
     settings = settings_of(configuration)
     return Filesystem(open_source(settings), settings)
 
@@ -126,21 +134,24 @@ class _Generation:
         self._filesystem = filesystem
         self._reason = _Reason.UNMOUNTED
         self._scope = trio.CancelScope()
+        self._ends = trio.Event()
 
     async def run(self, role: str) -> int:
         # The number `near` is what pyfuse3 keeps; what stands behind it changes in _take_over.
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         near, far = pair[0].detach(), pair[1]
         open_session(FuseAdapter(self._filesystem), near)
-        with far:
-            reply = await self._handshake(far)
-        await self._filesystem.start()
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._give_signs)
+            with far:
+                reply = await self._handshake(far)
+            await self._filesystem.start()
             # Started before the supervisor hears of us, or its first signal would kill us.
             await nursery.start(self._heed_signals)
             nursery.start_soon(self._heed_supervisor)
-            self._take_over(near, reply, role)
-            send(self._control, {"state": "ready", "pid": os.getpid()})
+            nursery.start_soon(self._end_without_the_store)
+            limits = self._take_over(near, reply, role)
+            send(self._control, {"state": "ready", "pid": os.getpid(), "kernel": limits})
             with self._scope:
                 await serve_session()
             logger.info("the daemon ends", extra={"reason": self._reason.value})
@@ -159,8 +170,11 @@ class _Generation:
                 nursery.cancel_scope.cancel()
         return reply
 
-    def _take_over(self, near: int, reply: bytes, role: str) -> None:
-        """Put the kernel where the handshake was; answer INIT or ask for what is unanswered."""
+    def _take_over(self, near: int, reply: bytes, role: str) -> dict[str, int | bool]:
+        """Put the kernel where the handshake was; answer INIT or ask for what is unanswered.
+
+        Returns what was agreed with the kernel.
+        """
         request = InitRequest.parse(self._init_request)
         improved = improved_reply(reply, request, KernelLimits(), max_pages_limit())
         first = role == "first" and self._answer_init(improved)
@@ -172,6 +186,7 @@ class _Generation:
         if not first:
             self._ask_again(near)
         logger.info("serving", extra={"role": "first" if first else "successor"})
+        return granted_limits(improved)
 
     def _answer_init(self, reply: bytes) -> bool:
         """False where a predecessor answered before it died."""
@@ -214,14 +229,43 @@ class _Generation:
             logger.error("the supervisor is gone, so is this daemon")
             os._exit(EXIT_REPLACED)
 
+    async def _give_signs(self) -> None:
+        """Let the supervisor know that the event loop runs."""
+        while True:
+            try_send(self._control, {"state": "alive"})
+            await trio.sleep(HEARTBEAT_SECONDS)
+
     def _end(self, reason: _Reason) -> None:
         self._reason = reason
+        if reason is _Reason.STOP:
+            self._ends.set()
         self._scope.cancel()
+
+    async def _end_without_the_store(self) -> None:
+        """Once the mount ends: do not wait for a store that is away."""
+        await self._ends.wait()
+        while True:
+            await trio.sleep(STORE_PATIENCE_SECONDS)
+            with trio.move_on_after(STORE_PATIENCE_SECONDS) as waiting:
+                try:
+                    await self._filesystem.ask_store()
+                except Unavailable:
+                    break
+                except (VolumeError, OSError) as error:
+                    # It answers, so whatever waits for it comes to an end.
+                    logger.info("the store refuses", extra={"reason": str(error)})
+            if waiting.cancelled_caught:
+                break
+        logger.error("the mount ends while the store is away; what is unsent is kept")
+        logging.shutdown()
+        # Threads that wait for the store would keep the process.
+        os._exit(EXIT_AWAY)
 
     async def _finish(self) -> int:
         if self._reason is _Reason.REPLACE:
             # What is written lies in the state directory; the successor goes on from there.
             return EXIT_REPLACED
+        self._ends.set()
         try:
             await self._filesystem.stop()
         except OSError as error:

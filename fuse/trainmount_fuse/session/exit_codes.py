@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "EXIT_AWAY",
     "EXIT_CONFIGURATION",
     "EXIT_ENDED",
     "EXIT_FAILED",
@@ -26,3 +27,7 @@ EXIT_UNSENT: Final = 74
 
 EXIT_REPLACED: Final = 75
 """Made room for a successor; nothing was flushed."""
+
+EXIT_AWAY: Final = 76
+"""Ended while the store was away; the journal tells whether something is unsent. Only between
+daemon and supervisor."""

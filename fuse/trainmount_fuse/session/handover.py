@@ -45,6 +45,7 @@ __all__ = [
     "Handover",
     "HandoverError",
     "Keeper",
+    "answer_reclaim",
     "attach",
     "handover_message",
     "reclaim",
@@ -55,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = 0.1
 """Pause before asking a keeper again that is busy or not there yet."""
+
+CALLER_TIMEOUT_SECONDS: Final = 2.0
+"""How long a process that connects to the reclaim socket may take to say what it wants."""
 
 Role = Literal["first", "successor"]
 
@@ -293,6 +297,24 @@ def reclaim(address: Path, timeout_seconds: float) -> Handover:
         role="successor",
         configuration=handover.configuration,
     )
+
+
+def answer_reclaim(listener: socket.socket, handover: Handover) -> None:
+    """Give the descriptor to a restarted keeper that connects: root, or the user of this
+    process."""
+    client, _ = listener.accept()
+    with client:
+        client.settimeout(CALLER_TIMEOUT_SECONDS)
+        uid = peer_uid(client)
+        if uid not in (0, os.getuid()):
+            logger.warning("refused the descriptor to a user", extra={"uid": uid})
+            return
+        try:
+            receive(client)
+            message = handover_message(handover.init_request, "successor", handover.configuration)
+            send(client, message, handover.fd)
+        except (OSError, ValueError):
+            logger.info("a process that wanted the descriptor went away")
 
 
 def attach(address: Path) -> tuple[socket.socket, dict[str, Any]] | None:

@@ -8,76 +8,64 @@ answers could not be killed.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
 import os
-import queue
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from trainmount_files import (
-    FileStat,
-    NotFound,
-    PermissionDenied,
-    Unauthenticated,
-    Unavailable,
-    VolumeError,
+from trainmount_fuse.journal import unsent_paths
+from trainmount_fuse.session.checks import (
+    check_folders,
+    check_places,
+    check_volume_aside,
+    lock_folder,
+    unlock_folder,
 )
+from trainmount_fuse.session.commands import CommandSocket, give_answer
+from trainmount_fuse.session.daemon import settings_of
+from trainmount_fuse.session.dead_mounts import remove_dead_mount
+from trainmount_fuse.session.endings import Ending
 from trainmount_fuse.session.handover import Handover
 from trainmount_fuse.session.mounting import (
-    FILESYSTEM_TYPE,
     FuseConnection,
     MountError,
     abort,
+    check_device,
+    check_mountpoint,
     find_mount,
     mount_fuse,
-    normalized,
+    read_ahead_kib,
     set_read_ahead,
     unmount,
 )
+from trainmount_fuse.session.process import DaemonProcess
+from trainmount_fuse.session.registration import Registration
 from trainmount_fuse.session.restarts import RestartBudget
 from trainmount_fuse.session.self_test import takeover_fault_here
-from trainmount_fuse.session.supervisor import STOP_SIGNALS, Ending, Supervisor, SupervisorOptions
+from trainmount_fuse.session.stop_signals import STOP_SIGNALS
+from trainmount_fuse.session.succession import Estate
+from trainmount_fuse.session.supervisor import Supervisor, SupervisorOptions
+from trainmount_fuse.session.upgrade import Upgrade
+from trainmount_fuse.session.users import describe_users
 from trainmount_fuse.settings import MountSettings
-from trainmount_fuse.source import open_source
 
-__all__ = ["HolderOptions", "check_volume", "hold"]
+__all__ = ["HolderOptions", "hold", "resume"]
 
 logger = logging.getLogger(__name__)
 
 MAX_READ_BYTES: Final = 16 << 20
 """Upper bound for one read; fs.fuse.max_pages_limit and the session's max_pages lower it."""
 
-PROBE_TIMEOUT_SECONDS: Final = 3.0
-"""A dead connection answers at once."""
-
-CHECK_TIMEOUT_SECONDS: Final = 30.0
-"""Long enough for a token exchange and a slow store, short enough for a person who waits."""
-
-_HINTS: Final[dict[type[VolumeError], str]] = {
-    NotFound: "there is no such directory or volume",
-    Unauthenticated: "the credentials are missing, wrong or expired: look at DATABRICKS_TOKEN",
-    PermissionDenied: "this identity may not read it: ask for READ VOLUME and USE SCHEMA",
-    Unavailable: "the store cannot be reached: look at DATABRICKS_HOST",
-}
-
-_PROBE: Final = """
-import os, sys
-try:
-    os.statvfs(sys.argv[1])
-except OSError as error:
-    sys.exit(error.errno)
-"""
+LOOKS_A_NAME_CHECK: Final = 5
+"""Every how many looks of the supervisor the mount's name is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +93,9 @@ class HolderOptions:
     environment: dict[str, str] = field(default_factory=dict, repr=False)
     """Added to the daemon's environment; may hold credentials."""
 
+    log_arguments: tuple[str, ...] = ()
+    """Options of the command line that make a later program log like this one."""
+
     supervisor: SupervisorOptions = field(default_factory=SupervisorOptions)
 
 
@@ -115,79 +106,110 @@ def hold(options: HolderOptions) -> int:
         MountError: nothing is mounted then.
     """
     settings = options.settings
-    if settings.cache_dir == settings.state_dir:
-        raise MountError("the cache and the state need two folders (--cache-dir, --state-dir)")
-    check_volume(settings)
+    check_places(settings, options.mountpoint)
+    if find_mount(options.mountpoint) is None:
+        check_mountpoint(options.mountpoint)
+    check_device()
+    check_volume_aside(settings)
     with ExitStack() as stack:
+        locks: dict[str, int] = {}
         for folder in (settings.state_dir, settings.cache_dir):
-            stack.enter_context(_locked(folder))
-        _remove_dead_mount(options.mountpoint)
+            locks[str(folder)] = lock_folder(folder)
+            stack.callback(unlock_folder, locks[str(folder)])
+        check_folders(settings)
+        remove_dead_mount(options.mountpoint)
         fault = options.self_test()
         # A stop that comes in between would leave a mount without a server. The supervisor lets it
         # through.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         stack.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
         connection = _mount(options)
-        logger.info("mounted", extra={"death_of_a_daemon_costs": fault or "nothing"})
-        return _Holder(options, connection, can_take_over=fault is None).run()
+        fields = {"by": connection.mounted_by, "death_of_a_daemon_costs": fault or "nothing"}
+        logger.info("mounted", extra=fields)
+        holder = _Holder(options, connection, locks, fault)
+        # Locks may change hands while it runs.
+        stack.pop_all()
+        return holder.run()
 
 
-def check_volume(settings: MountSettings, timeout_seconds: float = CHECK_TIMEOUT_SECONDS) -> None:
-    """Raises MountError where the source is not a directory that this identity may look at, or no
-    answer comes."""
-    source = settings.source
-    answers: queue.SimpleQueue[FileStat | Exception] = queue.SimpleQueue()
+def resume(estate: Estate, supervisor: SupervisorOptions, log_arguments: Sequence[str]) -> int:
+    """Go on with the mount that the program before this one held; an exit code.
 
-    def ask() -> None:
-        try:
-            volume = open_source(settings)
-            try:
-                found = volume.stat("")
-                if not volume.capabilities.keeps_directories:
-                    # Of a bucket the root is there unasked.
-                    volume.list_page("")
-                answers.put(found)
-            finally:
-                volume.close()
-        except Exception as error:
-            answers.put(error)
-
-    # In a thread, because a volume keeps trying for longer than a person in front of a terminal
-    # waits.
-    threading.Thread(target=ask, name="check-volume", daemon=True).start()
-    try:
-        answer = answers.get(timeout=timeout_seconds)
-    except queue.Empty:
-        raise MountError(
-            f"cannot mount {source}: the store gave no answer in {timeout_seconds:g} s"
-        ) from None
-    if isinstance(answer, VolumeError):
-        hint = next((text for kind, text in _HINTS.items() if isinstance(answer, kind)), None)
-        reason = answer.reason if hint is None else f"{hint} ({answer.reason})"
-        raise MountError(f"cannot mount {source}: {reason}") from answer
-    if isinstance(answer, Exception):
-        raise answer
-    if not answer.is_directory:
-        raise MountError(f"cannot mount {source}: it is a file, a directory is needed")
+    `supervisor` tells only how to serve; the rest of it was decided at the mount's beginning.
+    """
+    options = HolderOptions(
+        mountpoint=estate.mountpoint,
+        settings=settings_of(estate.configuration),
+        ready_file=estate.ready_file,
+        read_ahead_kib=estate.read_ahead_kib,
+        environment=estate.configuration.get("environment", {}),
+        log_arguments=tuple(log_arguments),
+        supervisor=replace(
+            supervisor,
+            stop_timeout_seconds=estate.stop_timeout_seconds,
+            hang_timeout_seconds=estate.hang_timeout_seconds,
+        ),
+    )
+    connection = FuseConnection(
+        fd=estate.fuse_fd,
+        init_request=estate.init_request,
+        device_minor=estate.device_minor,
+        mountpoint=estate.mountpoint,
+        mounted_by=estate.mounted_by,
+    )
+    holder = _Holder(options, connection, dict(estate.lock_fds), estate.takeover_fault)
+    return holder.run_on(estate)
 
 
 class _Holder:
     """A mount that was made. Its name, its descriptor and its supervisor live as long as this."""
 
     def __init__(
-        self, options: HolderOptions, connection: FuseConnection, *, can_take_over: bool
+        self,
+        options: HolderOptions,
+        connection: FuseConnection,
+        locks: dict[str, int],
+        fault: str | None,
     ) -> None:
         self._options = options
         self._connection = connection
-        self._can_take_over = can_take_over
+        self._locks = locks
+        self._fault = fault
         self._budget = RestartBudget()
         self._on_mounted = options.on_mounted
+        self._registration = Registration(connection)
+        self._kernel: dict[str, Any] = {}
+        self._upgrade: Upgrade | None = None
+        # Who asked for the end and waits for it; appended to by threads.
+        self._waiting: list[socket.socket] = []
+        self._num_looks = 0
+        self._is_name_gone = False
 
     def run(self) -> int:
+        """Serve a mount that nobody has served yet."""
+        # Handles of another mount must not be taken for this one's.
+        settings = replace(self._options.settings, mount_id=uuid.uuid4().hex)
+        configuration = {
+            "settings": json.loads(settings.to_json()),
+            "environment": self._options.environment,
+        }
+        return self._run(lambda: self._serve(configuration))
+
+    def run_on(self, estate: Estate) -> int:
+        """Serve on where the program before this one stopped."""
+        running = DaemonProcess.adopted(estate.daemon_pid, socket.socket(fileno=estate.control_fd))
+        self._budget.note_ready()
+        self._kernel = dict(estate.kernel)
+        self._registration.inherit(estate.listener_fd)
+        if estate.client_fd >= 0:
+            give_answer(socket.socket(fileno=estate.client_fd), {"result": {"is_whole": True}})
+        return self._run(lambda: self._serve(estate.configuration, running))
+
+    def _run(self, serve: Callable[[], Ending]) -> int:
         try:
-            ending = self._serve()
-            while ending is Ending.LOST:
-                ending = self._remount()
+            ending = serve()
+            while ending in (Ending.LOST, Ending.HANDED_ON):
+                ending = self._mount_again() if ending is Ending.LOST else self._become_new()
         except BaseException:
             # Nothing of ours answers any more, so nobody shall wait.
             abort(self._connection)
@@ -195,58 +217,179 @@ class _Holder:
         finally:
             if self._options.ready_file is not None:
                 self._options.ready_file.unlink(missing_ok=True)
+            self._registration.remove()
         if ending in (Ending.ENDED, Ending.UNSENT):
             self._clear()
         else:
             self._give_up()
+        unsent = unsent_paths(self._options.settings.state_dir) if ending is Ending.UNSENT else []
+        for fd in self._locks.values():
+            unlock_folder(fd)
+        for client in self._waiting:
+            give_answer(client, {"result": {"exit_code": ending.exit_code, "unsent": unsent[:20]}})
         return ending.exit_code
 
-    def _serve(self) -> Ending:
-        # Handles of another mount must not be taken for this one's.
-        settings = replace(self._options.settings, mount_id=uuid.uuid4().hex)
+    def _serve(self, configuration: dict[str, Any], running: DaemonProcess | None = None) -> Ending:
         handover = Handover(
             fd=self._connection.fd,
             init_request=self._connection.init_request,
-            role="first",
-            configuration={
-                "settings": json.loads(settings.to_json()),
-                "environment": self._options.environment,
-            },
+            role="first" if running is None else "successor",
+            configuration=configuration,
         )
-        options = replace(self._options.supervisor, can_take_over=self._can_take_over)
-        supervisor = Supervisor(
+        self._supervisor = Supervisor(
             handover,
-            options,
+            replace(self._options.supervisor, can_take_over=self._fault is None),
             self._budget,
             on_ready=self._note_ready,
             release_mount=self._release,
+            on_look=self._look,
+            running=running,
         )
-        return supervisor.run()
+        listener = self._registration.make(self._options.settings)
+        commands = None
+        if listener is not None:
+            commands = CommandSocket(listener, self._supervisor, self._heed_command)
+        try:
+            return self._supervisor.run()
+        finally:
+            if commands is not None:
+                commands.close()
 
-    def _remount(self) -> Ending:
+    def _mount_again(self) -> Ending:
         """Where no successor can take over: a new mount at the same place. Open files are lost,
         new ones work."""
-        delay_seconds = self._budget.delay_after_death(was_ready=True)
+        delay_seconds = self._budget.delay_after_death()
         if delay_seconds is None:
             return Ending.GAVE_UP
         logger.warning("mounting again; programs that had files open get an error")
         self._clear()
+        self._registration.remove()
         self._connection = _mount(self._options)
-        return self._serve()
+        self._registration = Registration(self._connection)
+        configuration = self._supervisor.handover.configuration
+        settings = replace(settings_of(configuration), mount_id=uuid.uuid4().hex)
+        return self._serve({**configuration, "settings": json.loads(settings.to_json())})
 
-    def _note_ready(self, daemon_pid: int) -> None:
+    def _note_ready(self, daemon_pid: int, message: dict[str, Any]) -> None:
         set_read_ahead(self._connection, self._options.read_ahead_kib)
+        self._kernel = {
+            **message.get("kernel", {}),
+            "read_ahead_kib": read_ahead_kib(self._connection),
+        }
         if self._options.ready_file is not None:
             document = {
                 "holder_pid": os.getpid(),
                 "daemon_pid": daemon_pid,
                 "mountpoint": str(self._connection.mountpoint),
-                "survives_daemon": self._can_take_over,
+                "survives_daemon": self._fault is None,
+                "takeover_fault": self._fault,
             }
             _write_whole(self._options.ready_file, document)
         if self._on_mounted is not None:
             self._on_mounted()
             self._on_mounted = None
+
+    def _look(self) -> None:
+        if self._upgrade is not None:
+            self._upgrade.look()
+        self._num_looks += 1
+        if self._num_looks % LOOKS_A_NAME_CHECK == 0 and not self._is_name_gone:
+            self._is_name_gone = not self._is_mounted()
+            if self._is_name_gone:
+                logger.warning(
+                    "unmounted here, but open files or another mount namespace still use it: "
+                    "served until they end",
+                    extra={"end_it_with": f"kill {os.getpid()}"},
+                )
+
+    # Commands.
+
+    def _heed_command(self, request: dict[str, Any], client: socket.socket) -> None:
+        wanted = request.get("want")
+        if wanted == "status":
+            give_answer(client, {"result": self._status()})
+        elif wanted == "unmount" and request.get("is_forced"):
+            self._waiting.append(client)
+            self._supervisor.stop()
+        elif wanted == "unmount":
+            # In a thread, because it waits for the daemon to take what the kernel still has.
+            threading.Thread(
+                target=self._try_unmount, args=(client,), name="unmount", daemon=True
+            ).start()
+        elif wanted == "remount":
+            self._begin_upgrade(request, client)
+        else:
+            give_answer(client, {"error": f"the holder knows no {wanted!r}"})
+
+    def _status(self) -> dict[str, Any]:
+        daemon = self._supervisor.daemon
+        return {
+            "holder_pid": os.getpid(),
+            "daemon_pid": None if daemon is None else daemon.pid,
+            "is_ready": self._supervisor.is_ready,
+            "num_deaths": self._budget.num_deaths,
+            "survives_daemon": self._fault is None,
+            "takeover_fault": self._fault,
+            "mounted_by": self._connection.mounted_by,
+            "is_name_gone": self._is_name_gone,
+            "kernel": self._kernel,
+            "log_arguments": self._options.log_arguments,
+            "settings": self._supervisor.handover.configuration["settings"],
+        }
+
+    def _try_unmount(self, client: socket.socket) -> None:
+        try:
+            unmount(self._connection.mountpoint)
+        except MountError as error:
+            users = describe_users(self._connection.mountpoint)
+            give_answer(client, {"error": f"{error}{users}"})
+            return
+        self._waiting.append(client)
+        self._supervisor.stop_released()
+
+    def _begin_upgrade(self, request: dict[str, Any], client: socket.socket) -> None:
+        if self._upgrade is not None and not self._upgrade.is_over:
+            give_answer(client, {"error": "another remount of this mount is under way"})
+            return
+        self._upgrade = Upgrade(self._supervisor, self._locks, request, client)
+        self._upgrade.begin(self._estate(client))
+
+    def _estate(self, client: socket.socket) -> Estate:
+        """All that a program needs to be this one."""
+        daemon = self._supervisor.daemon
+        options = self._options
+        return Estate(
+            mountpoint=self._connection.mountpoint,
+            device_minor=self._connection.device_minor,
+            mounted_by=self._connection.mounted_by,
+            init_request=self._connection.init_request,
+            fuse_fd=self._connection.fd,
+            daemon_pid=-1 if daemon is None else daemon.pid,
+            control_fd=-1 if daemon is None else daemon.control.fileno(),
+            lock_fds=self._locks,
+            listener_fd=self._registration.listener_fd,
+            client_fd=client.fileno(),
+            configuration=self._supervisor.handover.configuration,
+            takeover_fault=self._fault,
+            kernel=self._kernel,
+            ready_file=options.ready_file,
+            read_ahead_kib=options.read_ahead_kib,
+            stop_timeout_seconds=options.supervisor.stop_timeout_seconds,
+            hang_timeout_seconds=options.supervisor.hang_timeout_seconds,
+        )
+
+    def _become_new(self) -> Ending:
+        """Become the program whose daemon serves already; only returns where that fails."""
+        assert self._upgrade is not None
+        upgrade, daemon = self._upgrade, self._supervisor.daemon
+        try:
+            self._estate(upgrade.client).become(upgrade.command, upgrade.environment)
+        except OSError as error:
+            logger.warning("the holder stays what it was", extra={"reason": error.strerror})
+        give_answer(upgrade.client, {"result": {"is_whole": False}})
+        return self._serve(self._supervisor.handover.configuration, daemon)
+
+    # The end.
 
     def _release(self) -> None:
         try:
@@ -285,48 +428,6 @@ def _mount(options: HolderOptions) -> FuseConnection:
         read_only=settings.read_only,
         max_read_bytes=MAX_READ_BYTES,
     )
-
-
-def _remove_dead_mount(mountpoint: Path) -> None:
-    """Free the name of a mount whose holder was killed. The caller has the lock of its state, so
-    nobody serves it."""
-    mount = find_mount(mountpoint)
-    if mount is not None and mount.filesystem_type == FILESYSTEM_TYPE and _is_aborted(mountpoint):
-        logger.info("removing a dead mount", extra={"mountpoint": str(mountpoint)})
-        unmount(mountpoint, lazy=True)
-
-
-def _is_aborted(mountpoint: Path) -> bool:
-    """Whether a mount answers ENOTCONN; asked by a child, since a mount that hangs does not answer
-    at all."""
-    command = [sys.executable, "-S", "-c", _PROBE, os.fspath(normalized(mountpoint))]
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    try:
-        return child.wait(timeout=PROBE_TIMEOUT_SECONDS) == errno.ENOTCONN
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return False
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Make a folder of this mount's and hold it; raises MountError where another mount has it."""
-    lock = folder.with_name(f"{folder.name}.lock")
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise MountError(f"cannot use {folder}: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MountError(
-                f"{folder} belongs to a mount that is there; name another one"
-            ) from None
-        yield
-    finally:
-        os.close(fd)
 
 
 def _write_whole(path: Path, document: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
-__all__ = ["InitRequest", "KernelLimits", "improved_reply", "max_pages_limit"]
+__all__ = ["InitRequest", "KernelLimits", "granted_limits", "improved_reply", "max_pages_limit"]
 
 FUSE_INIT: Final = 26
 
@@ -31,6 +31,9 @@ INIT_OUT = struct.Struct("<IIIIHHIIHHII")
 
 DEFAULT_MAX_PAGES: Final = 256
 """The kernel's limit before it became a setting (6.13), and that setting's default."""
+
+DEFAULT_PAGES: Final = 32
+"""Pages in one request where the two sides agreed on no other number."""
 
 MAX_PAGES_LIMIT_FILE: Final = Path("/proc/sys/fs/fuse/max_pages_limit")
 
@@ -153,6 +156,16 @@ def improved_reply(
     tail = reply[OUT_HEADER.size + INIT_OUT.size :]
     values = [getattr(new, name) for name in new.__dataclass_fields__]
     return reply[: OUT_HEADER.size] + INIT_OUT.pack(*values) + tail
+
+
+def granted_limits(reply: bytes) -> dict[str, int | bool]:
+    """What an answer to FUSE_INIT settles, for people who look at a mount."""
+    values = _Reply(*INIT_OUT.unpack_from(reply, OUT_HEADER.size))
+    return {
+        "max_pages": values.max_pages if values.flags & MAX_PAGES else DEFAULT_PAGES,
+        "max_background": values.max_background,
+        "parallel_directory_operations": bool(values.flags & PARALLEL_DIROPS),
+    }
 
 
 def max_pages_limit() -> int:

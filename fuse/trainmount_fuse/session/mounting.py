@@ -18,7 +18,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -30,11 +30,14 @@ __all__ = [
     "MountError",
     "MountPoint",
     "abort",
+    "check_device",
+    "check_mountpoint",
     "connection_of",
     "find_mount",
     "list_mounts",
     "mount_fuse",
     "normalized",
+    "read_ahead_kib",
     "set_read_ahead",
     "unmount",
 ]
@@ -80,6 +83,9 @@ class FuseConnection:
     mountpoint: Path
     """Absolute, without symbolic links."""
 
+    mounted_by: str = "mount(2)"
+    """`fusermount3` for an ordinary user: then requests are smaller and read-ahead is 128 KiB."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MountPoint:
@@ -110,14 +116,16 @@ def mount_fuse(
         MountError: no /dev/fuse, no permission, or the mountpoint is missing, not a directory or
         taken.
     """
-    target = _checked_mountpoint(mountpoint)
+    target = check_mountpoint(mountpoint)
     options = [f"max_read={max_read_bytes}"]
     options += ["allow_other"] if allow_other else []
     options += ["default_permissions"] if default_permissions else []
     fd = _open_device()
+    mounted_by = "mount(2)"
     try:
         code = _mount(target, fd, name, options, read_only)
         if code in (errno.EPERM, errno.EACCES):
+            mounted_by = "fusermount3"
             os.close(fd)
             fd = -1
             fd = _mount_through_fusermount(target, name, options, read_only)
@@ -127,7 +135,7 @@ def mount_fuse(
         if fd >= 0:
             os.close(fd)
         raise
-    return _adopt(fd, target)
+    return replace(_adopt(fd, target), mounted_by=mounted_by)
 
 
 def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
@@ -155,15 +163,31 @@ def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
     raise MountError(f"cannot unmount {target}: {os.strerror(code)}")
 
 
+def check_device() -> None:
+    """Raises MountError where this process cannot open /dev/fuse."""
+    os.close(_open_device())
+
+
+def read_ahead_kib(connection: FuseConnection) -> int | None:
+    """What the kernel reads ahead on the mount; None where this process cannot see it."""
+    try:
+        return int(_read_ahead_knob(connection).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _read_ahead_knob(connection: FuseConnection) -> Path:
+    return Path(f"/sys/class/bdi/0:{connection.device_minor}/read_ahead_kb")
+
+
 def set_read_ahead(connection: FuseConnection, kib: int) -> bool:
     """Let the kernel read `kib` KiB ahead in a sequentially read file; tells whether it took.
 
     The kernel's default is 128 KiB. The knob belongs to root of the machine, so elsewhere the
     answer is False.
     """
-    knob = Path(f"/sys/class/bdi/0:{connection.device_minor}/read_ahead_kb")
     try:
-        knob.write_text(f"{kib}\n", encoding="ascii")
+        _read_ahead_knob(connection).write_text(f"{kib}\n", encoding="ascii")
     except OSError as error:
         logger.info(
             "read-ahead of the mount stays at the kernel's default",
@@ -255,7 +279,8 @@ def normalized(mountpoint: Path) -> Path:
     return absolute.parent.resolve() / absolute.name if absolute.name else absolute
 
 
-def _checked_mountpoint(mountpoint: Path) -> Path:
+def check_mountpoint(mountpoint: Path) -> Path:
+    """The directory to mount at, without symbolic links. Raises MountError where it cannot be."""
     target = normalized(mountpoint)
     _refuse_taken(target)
     try:

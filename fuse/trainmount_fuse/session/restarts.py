@@ -4,7 +4,6 @@ asks it."""
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,15 +23,17 @@ class RestartPolicy:
 
     max_delay_seconds: float = 10.0
 
-    max_deaths: int = 60
-    """Deaths of any kind within `window_seconds`: a request that kills whoever answers it is
-    repeated to every successor, and its program shall get an error in the end."""
+    max_short_lives: int = 200
+    """Daemons in a row that die within `short_life_seconds` of their first answer: a request that
+    kills whoever answers it is repeated to every successor, and its program shall get an error in
+    the end. A start takes a tenth of a second, so that is half a minute of trying. Whoever kills
+    daemons from outside stays below it."""
 
-    window_seconds: float = 600.0
+    short_life_seconds: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.max_failed_starts < 1 or self.max_deaths < 1:
-            raise ValueError("max_failed_starts and max_deaths must be at least 1")
+        if self.max_failed_starts < 1 or self.max_short_lives < 1:
+            raise ValueError("max_failed_starts and max_short_lives must be at least 1")
 
 
 class RestartBudget:
@@ -46,27 +47,34 @@ class RestartBudget:
         self._policy = policy or RestartPolicy()
         self._clock = clock
         self._num_failed_starts = 0
-        self._deaths: deque[float] = deque()
+        self._num_short_lives = 0
+        self._ready_at: float | None = None
+        self._num_deaths = 0
 
     @property
     def num_deaths(self) -> int:
-        """Deaths that still count."""
-        return len(self._deaths)
+        """Deaths of any kind since the mount began."""
+        return self._num_deaths
 
     def note_ready(self) -> None:
         """A daemon answers."""
         self._num_failed_starts = 0
+        self._ready_at = self._clock()
 
-    def delay_after_death(self, *, was_ready: bool) -> float | None:
+    def delay_after_death(self) -> float | None:
         """Seconds until the next start; None when it is enough."""
-        now = self._clock()
-        self._deaths.append(now)
-        while self._deaths[0] <= now - self._policy.window_seconds:
-            self._deaths.popleft()
-        if len(self._deaths) >= self._policy.max_deaths:
-            return None
-        if was_ready:
+        self._num_deaths += 1
+        ready_at, self._ready_at = self._ready_at, None
+        if ready_at is None:
+            return self._after_failed_start()
+        if self._clock() - ready_at >= self._policy.short_life_seconds:
+            # It served; whatever killed it, the next one will serve as well.
+            self._num_short_lives = 0
             return 0.0
+        self._num_short_lives += 1
+        return None if self._num_short_lives >= self._policy.max_short_lives else 0.0
+
+    def _after_failed_start(self) -> float | None:
         self._num_failed_starts += 1
         if self._num_failed_starts >= self._policy.max_failed_starts:
             return None

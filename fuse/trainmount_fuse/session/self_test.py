@@ -1,5 +1,5 @@
-"""Find out whether this kernel lets a successor take a mount over. `main.py` runs it as a process
-of its own.
+"""Find out whether this kernel lets a successor take a mount over. The holder asks before it
+mounts.
 
 Kernels from 6.9 on say so in INIT. Here one is put to it: a directory is mounted, a program asks
 for its attributes, the request is read and left unanswered as by a daemon that dies, the kernel is
@@ -13,14 +13,13 @@ import os
 import select
 import stat
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Final
 
+from trainmount_fuse.session.checks import told_by_child
 from trainmount_fuse.session.init_reply import InitRequest
 from trainmount_fuse.session.mounting import FuseConnection, MountError, mount_fuse, unmount
 
@@ -38,19 +37,9 @@ BUFFER_BYTES: Final = 1 << 17
 def takeover_fault_here() -> str | None:
     """`takeover_fault` in a process of its own, which can be killed whatever it gets stuck in."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "trainmount_fuse", "self-test"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TEST_TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return "the self-test did not end"
-    if done.returncode == 0:
-        return None
-    return done.stdout.strip() or "the self-test failed"
+        return told_by_child(takeover_fault, TEST_TIMEOUT_SECONDS)
+    except TimeoutError as error:
+        return f"the self-test did not end ({error})"
 
 
 def takeover_fault() -> str | None:

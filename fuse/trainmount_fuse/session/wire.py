@@ -26,6 +26,7 @@ __all__ = [
     "peer_uid",
     "receive",
     "send",
+    "try_send",
 ]
 
 MAX_MESSAGE_BYTES: Final = 192 * 1024
@@ -45,6 +46,14 @@ def send(peer: socket.socket, message: Mapping[str, Any], fd: int | None = None)
         peer.send(data)
     else:
         socket.send_fds(peer, [data], [fd])
+
+
+def try_send(peer: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send a message that may be lost: where the peer is gone, or reads nothing."""
+    try:
+        peer.send(json.dumps(message, separators=(",", ":")).encode(), socket.MSG_DONTWAIT)
+    except OSError:
+        return
 
 
 def receive(peer: socket.socket) -> tuple[dict[str, Any] | None, int | None]:

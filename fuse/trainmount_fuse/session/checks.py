@@ -1,0 +1,264 @@
+"""What can be wrong with a mount before there is one. Called by the holder, and by a daemon that is
+to take over a mount with other settings.
+
+MountError is raised everywhere: one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import queue
+import select
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from trainmount_files import (
+    FileStat,
+    NotFound,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+    VolumeError,
+)
+from trainmount_fuse.session.mounting import MountError, list_mounts, normalized
+from trainmount_fuse.session.registry import list_records
+from trainmount_fuse.settings import MountSettings
+from trainmount_fuse.source import look_at_root, open_source
+
+__all__ = [
+    "check_folders",
+    "check_places",
+    "check_volume",
+    "check_volume_aside",
+    "lock_folder",
+    "told_by_child",
+    "unlock_folder",
+]
+
+logger = logging.getLogger(__name__)
+
+CHECK_TIMEOUT_SECONDS: Final = 30.0
+"""Long enough for a token exchange and a slow store, short enough for a person who waits."""
+
+LOCK_TIMEOUT_SECONDS: Final = 5.0
+"""How long a mount that was just unmounted may take to end."""
+
+_HINTS: Final[dict[type[VolumeError], str]] = {
+    NotFound: "there is no such directory or volume",
+    Unauthenticated: "the credentials are missing, wrong or expired: look at DATABRICKS_TOKEN",
+    PermissionDenied: "this identity may not read it: ask for READ VOLUME and USE SCHEMA",
+    Unavailable: "the store cannot be reached: look at DATABRICKS_HOST",
+}
+
+
+def check_volume(settings: MountSettings, timeout_seconds: float = CHECK_TIMEOUT_SECONDS) -> None:
+    """Raises MountError where the source is not a directory that this identity may look at, or no
+    answer comes."""
+    source = settings.source
+    answers: queue.SimpleQueue[FileStat | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            volume = open_source(settings)
+            try:
+                answers.put(look_at_root(volume))
+            finally:
+                volume.close()
+        except Exception as error:
+            answers.put(error)
+
+    # In a thread, because a volume keeps trying for longer than a person in front of a terminal
+    # waits.
+    threading.Thread(target=ask, name="check-volume", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout_seconds)
+    except queue.Empty:
+        raise MountError(
+            f"cannot mount {source}: the store gave no answer in {timeout_seconds:g} s: "
+            "look at its address and the network"
+        ) from None
+    if isinstance(answer, VolumeError):
+        hint = next((text for kind, text in _HINTS.items() if isinstance(answer, kind)), None)
+        reason = answer.reason if hint is None else f"{hint} ({answer.reason})"
+        raise MountError(f"cannot mount {source}: {reason}") from answer
+    if isinstance(answer, Exception):
+        raise answer
+    if not answer.is_directory:
+        raise MountError(f"cannot mount {source}: it is a file, a directory is needed")
+
+
+def check_volume_aside(settings: MountSettings) -> None:
+    """`check_volume` in a child, which takes along what a client library brings: 50 MiB where
+    tokens are exchanged."""
+
+    def fault() -> str | None:
+        try:
+            check_volume(settings)
+        except MountError as error:
+            return str(error)
+        return None
+
+    try:
+        told = told_by_child(fault, 2 * CHECK_TIMEOUT_SECONDS)
+    except TimeoutError as error:
+        told = f"cannot mount {settings.source}: the look at it failed ({error})"
+    if told is not None:
+        raise MountError(told)
+
+
+def check_places(settings: MountSettings, mountpoint: Path) -> None:
+    """Raises MountError where the mount would hide its own folders or what is in the mountpoint, or
+    show itself in itself."""
+    target = normalized(mountpoint).resolve()
+    folders = {"--cache-dir": settings.cache_dir, "--state-dir": settings.state_dir}
+    resolved = {option: folder.resolve() for option, folder in folders.items()}
+    if resolved["--cache-dir"] == resolved["--state-dir"]:
+        raise MountError("the cache and the state need two folders (--cache-dir, --state-dir)")
+    for option, folder in resolved.items():
+        if folder.is_relative_to(target):
+            raise MountError(f"{folder} lies inside the mountpoint: name another one ({option})")
+        if target.is_relative_to(folder):
+            raise MountError(
+                f"mountpoint {target} lies inside a folder of the mount itself: name another one "
+                f"({option})"
+            )
+    if settings.source.startswith("file://"):
+        source = Path(settings.source.removeprefix("file://")).resolve()
+        if target.is_relative_to(source):
+            raise MountError(f"mountpoint {target} lies inside {source}, which it would show")
+
+
+def check_folders(settings: MountSettings) -> None:
+    """Raises MountError where the cache or the state cannot be written."""
+    for option, folder in (
+        ("--cache-dir", settings.cache_dir),
+        ("--state-dir", settings.state_dir),
+    ):
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
+                file.write(b"?")
+                file.flush()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # It is room for reading, and others may give some back.
+                logger.warning("no room is left for what is written", extra={"folder": str(folder)})
+                continue
+            raise MountError(
+                f"cannot write in {folder}: {(error.strerror or 'failed').lower()}; name another "
+                f"folder ({option})"
+            ) from error
+
+
+def lock_folder(folder: Path, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> int:
+    """Make a folder of this mount's and hold it; a descriptor for `unlock_folder`.
+
+    Waits that long for a mount that is just ending. Raises MountError where another mount has it.
+    """
+    lock = folder.with_name(f"{folder.name}.lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise MountError(
+            f"cannot use {folder}: {(error.strerror or 'failed').lower()}; name another folder "
+            "(--cache-dir, --state-dir)"
+        ) from error
+    try:
+        deadline = time.monotonic() + timeout_seconds
+        while not _try_lock(fd):
+            if time.monotonic() > deadline or _is_mounted(_owner(fd)):
+                raise MountError(
+                    f"{folder} belongs to a mount that is there (process {_owner(fd)}); "
+                    "name another folder, or unmount that one"
+                )
+            time.sleep(0.1)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def unlock_folder(fd: int) -> None:
+    """Let another mount have the folder."""
+    os.close(fd)
+
+
+def told_by_child(function: Callable[[], str | None], timeout_seconds: float) -> str | None:
+    """What a function says, run in a fork: whatever it gets stuck in or imports, this process does
+    not.
+
+    Raises:
+        TimeoutError: it did not end in time, or died.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _tell(function, writer)
+    os.close(writer)
+    pidfd = os.pidfd_open(pid)
+    try:
+        with open(reader, "rb") as answers:  # noqa: PTH123 - a descriptor
+            if not select.select([answers], [], [], timeout_seconds)[0]:
+                raise TimeoutError(f"no end within {timeout_seconds:g} s")
+            said, end, text = answers.read().partition(b"\0")
+        if not end:
+            raise TimeoutError("it died")
+        return text.decode(errors="surrogateescape") if said == b"told" else None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        # One that hangs inside the kernel stays for as long as that lasts.
+        if select.select([pidfd], [], [], 1.0)[0]:
+            os.waitpid(pid, 0)
+        os.close(pidfd)
+
+
+def _tell(function: Callable[[], str | None], writer: int) -> None:
+    """Never returns."""
+    try:
+        # Locks are the parent's.
+        os.closerange(3, writer)
+        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+        answer = function()
+        text = (answer or "").encode(errors="surrogateescape")
+        with open(writer, "wb") as answers:
+            answers.write((b"nothing\0" if answer is None else b"told\0") + text)
+    except Exception:
+        logger.exception("a check ended in a way nobody planned for")
+    finally:
+        logging.shutdown()
+        os._exit(0)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_mounted(holder_pid: str) -> bool:
+    """Whether the mount of a process is still where it was made, so that it will not end soon."""
+    minors = {mount.path: mount.device_minor for mount in list_mounts()}
+    return any(
+        minors.get(record.mountpoint) == record.device_minor
+        for record in list_records()
+        if str(record.holder_pid) == holder_pid
+    )
+
+
+def _owner(fd: int) -> str:
+    """The process that has the lock."""
+    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"
