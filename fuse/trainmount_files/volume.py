@@ -16,12 +16,14 @@ from trainmount_files.errors import Unavailable
 
 __all__ = [
     "MIB",
+    "AbandonsUploads",
     "ByteRange",
     "Capabilities",
     "FileStat",
     "Page",
     "Progress",
     "ReadsToFile",
+    "TakesFileParts",
     "Upload",
     "Volume",
     "list_directory",
@@ -136,6 +138,9 @@ class Capabilities:
     """Parts go on to the store in their order, several at once behind one `put_part`: threads that
     put them gain nothing, and parts ahead of their turn take memory.
     """
+
+    copies_parts: bool = False
+    """`complete` copies the parts together, so that sending them early gains nothing."""
 
 
 class Upload(Protocol):
@@ -293,6 +298,40 @@ class ReadsToFile(Protocol):
 
         Raises:
             OSError: the local file cannot be written.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesFileParts(Protocol):
+    """What an `Upload` may offer besides: parts that are read from a local file while they are
+    sent, which takes no memory.
+    """
+
+    def put_file_part(self, part_number: int, descriptor: int, byte_range: ByteRange) -> None:
+        """As `put_part` of that range of an open file, which must stay open and as it is.
+
+        Raises:
+            InvalidRequest: the file ends before. LocalError: it cannot be read.
+        """
+        ...
+
+
+@runtime_checkable
+class AbandonsUploads(Protocol):
+    """What a volume may offer besides: another process can free what an upload left that was
+    neither completed nor aborted.
+    """
+
+    def token_of(self, upload: Upload) -> str:
+        """What `abandon_upload` needs to find it. As good as a password for this upload: not for
+        logs.
+        """
+        ...
+
+    def abandon_upload(self, path: str, token: str) -> bool:
+        """As `Upload.abort`, of an upload to `path` that somebody began. Whether nothing is left of
+        it; never raises.
         """
         ...
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final
 
 from trainmount_files.errors import NotFound, PreconditionFailed, VolumeError
-from trainmount_files.volume import ByteRange, FileStat
+from trainmount_files.volume import MIB, ByteRange, FileStat
 from trainmount_fuse.attributes import OpenFile
 from trainmount_fuse.core import Core, file_key, transfer_error
 from trainmount_fuse.handles import Handle
@@ -25,7 +25,7 @@ from trainmount_fuse.inodes import Inode, Link
 from trainmount_fuse.journal import StagedState
 from trainmount_fuse.prefetch import Streams
 from trainmount_fuse.reading import Reading
-from trainmount_fuse.staging import StagedFile
+from trainmount_fuse.staged_file import StagedFile
 
 __all__ = ["Content"]
 
@@ -37,6 +37,9 @@ _FRESH_SECONDS: Final = 1.0
 
 _SECOND_TRY_SECONDS: Final = 1.0
 """The kernel looks a name up again and opens again at once; longer means another open."""
+
+_KEPT_BYTES: Final = 64 * MIB
+"""Open files up to this size are fetched whole when their name goes away."""
 
 _ADOPTED_SHARE: Final = 4
 """An uploaded file stays as cached blocks if it takes at most one part in so many of the cache."""
@@ -77,16 +80,25 @@ class Content:
         return OpenFile(handle.fh, keep_cache=keep_cache)
 
     async def write(self, handle: Handle, offset: int, data: bytes | bytearray | memoryview) -> int:
-        """Put the bytes into the local copy; they are in the operating system when this returns."""
+        """Put the bytes into the local copy; how many are in the operating system then, fewer than
+        all only where the disk is full.
+        """
         core = self._core
         if not handle.is_writable:
             raise OSError(errno.EBADF, "not open for writing")
         inode = core.file(handle.ino)
+        staged = core.staged(inode)
+        if staged is not None and not inode.lock.locked():
+            # No await from here to the answer, so this is as good as having the lock.
+            written = core.staging.write_nowait(staged, offset, data)
+            if written is not None:
+                inode.set_mtime_ns = None
+                return written
         async with inode.lock:
             staged = await self._ensure_staged(inode)
-            await core.workers.call(core.staging.write, staged, offset, data)
+            written = await core.workers.call(core.staging.write, staged, offset, data)
             inode.set_mtime_ns = None
-        return len(data)
+        return written
 
     async def resize(self, inode: Inode, size: int) -> None:
         """truncate(2): where no writer is open, the store has the new size when this returns."""
@@ -133,15 +145,22 @@ class Content:
         if core.handles.is_open(handle.ino):
             return
         self._reading.let_go(handle.ino)
+        if inode.link is Link.UNLINKED and inode.stat is not None:
+            # Kept for the handles until now.
+            core.blocks.drop(file_key(inode.stat))
         if inode.link is not Link.LINKED and not inode.lookup_count:
             core.inodes.drop(inode)
 
     async def keep_for_handles(self, inode: Inode) -> None:
-        """The name goes away while the file is open: have its bytes here. The inode's
-        lock is held.
+        """The name goes away while the file is open: have its bytes here, unless they are many.
+
+        Of a larger file the handles read what is cached, and get ESTALE for the rest: rm(1) must
+        not wait for gigabytes to come. The inode's lock is held.
         """
         core = self._core
         if core.staged(inode) is not None or not core.handles.is_open(inode.ino):
+            return
+        if inode.stat is None or inode.stat.size_bytes > _KEPT_BYTES:
             return
         try:
             await self._ensure_staged(inode)
@@ -257,7 +276,14 @@ class Content:
         except (VolumeError, OSError) as error:
             staged.error = error
             raise
+        await self.drop_namesakes(stat)
         self.note_uploaded(inode, stat)
+
+    async def drop_namesakes(self, stat: FileStat) -> None:
+        """Before `stat`, which was just made here, is believed: what is cached under its version is
+        another content's. Some stores tell versions apart by size and whole second.
+        """
+        await self._core.workers.call(self._core.blocks.drop, file_key(stat))
 
     def note_uploaded(self, inode: Inode, stat: FileStat) -> None:
         """The store has the inode's local bytes as this version, and so does the kernel."""

@@ -32,7 +32,8 @@ from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.metadata import Metadata, is_valid_name
 from trainmount_fuse.prefetch import Prefetcher
 from trainmount_fuse.settings import MountSettings
-from trainmount_fuse.staging import StagedFile, Staging
+from trainmount_fuse.staged_file import StagedFile
+from trainmount_fuse.staging import Staging
 from trainmount_fuse.state import Intents
 from trainmount_fuse.workers import TreeLock, Workers
 

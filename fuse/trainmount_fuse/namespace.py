@@ -213,6 +213,7 @@ class Namespace:
         stat: FileStat | None = None
         if staged is None or staged.base_version is not None:
             stat = await core.workers.call(core.volume.rename, old_path, new_path)
+            await self._content.drop_namesakes(stat)
         if target is not None:
             self._removed(target)
             await self._content.let_go(target)
@@ -326,7 +327,7 @@ class Namespace:
     def _removed(self, inode: Inode) -> None:
         core = self._core
         core.metadata.note_absent(inode.parent_ino, inode.name)
-        if inode.stat is not None and not inode.is_directory:
+        if inode.stat is not None and not (inode.is_directory or core.handles.is_open(inode.ino)):
             core.blocks.drop(file_key(inode.stat))
         core.inodes.detach(inode, Link.UNLINKED)
 

@@ -1,8 +1,9 @@
 """What a mount does with local bytes that an earlier daemon left. Called by `filesystem` at start.
 
 Files that still have open handles wait for their programs. The others are uploaded, unless the
-store has something else there now than what they follow on: then they are kept aside as failed,
-with a reason, for nobody may overwrite what came later with what came before.
+store has something else there now than what they follow on: nobody may overwrite what came later
+with what came before, so they go beside it, under a name that tells when. What cannot be uploaded
+stays here as failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from trainmount_fuse.content import Content
 from trainmount_fuse.core import Core
 from trainmount_fuse.inodes import Inode, Link
 from trainmount_fuse.journal import StagedState
-from trainmount_fuse.staging import StagedFile, remote_stat
+from trainmount_fuse.staged_file import StagedFile
+from trainmount_fuse.staging import remote_stat
 
 __all__ = ["Recovery"]
 
@@ -58,8 +60,9 @@ class Recovery:
 
     async def upload(self, pending: list[Inode]) -> None:
         """Send them, one after the other. An error leaves a file as failed, and the
-        others go on.
+        others go on. Before them, what a dead daemon had begun is aborted.
         """
+        await self._core.workers.call(self._core.staging.abandon_left)
         for inode in pending:
             try:
                 await self._upload_one(inode)
@@ -80,16 +83,40 @@ class Recovery:
             except (VolumeError, OSError) as error:
                 staged.error = error
             else:
+                if stat is None:
+                    await self._put_beside(inode, staged)
+                    return
+                await self._content.drop_namesakes(stat)
                 self._content.note_uploaded(inode, stat)
                 log.info("A file left by an earlier daemon was uploaded", extra=fields)
             await self._content.retire(inode)
+
+    async def _put_beside(self, inode: Inode, staged: StagedFile) -> None:
+        core = self._core
+        if core.handles.is_open(inode.ino):
+            # Whoever opened it meanwhile reads on; the next mount tries again.
+            staged.error = OSError(errno.ESTALE, _CHANGED)
+            return
+        core.staging.withdraw(staged)
+        inode.stat = inode.told = inode.cached = None
+        core.doubt(inode)
+        fields = {"path": staged.volume_path}
+        try:
+            kept_path = await core.workers.call(core.staging.upload_beside, staged, core.volume)
+        except (VolumeError, OSError) as error:
+            await core.workers.call(core.staging.fail, staged, f"{_CHANGED}; beside it: {error}")
+            return
+        core.metadata.note_unknown(inode.parent_ino, kept_path.rpartition("/")[2])
+        log.warning(
+            "Bytes left here do not follow on what the store has; they were put beside it",
+            extra=fields | {"kept_path": kept_path},
+        )
 
     def failed_again(self) -> list[Inode]:
         """Files whose upload failed before are local bytes once more; `upload` is to send them."""
         core = self._core
         found: list[Inode] = []
         for staged in core.staging.failed():
-            # Bytes that follow on another version than the store's fail again; that costs a stat.
             inode = self._inode_at(staged.volume_path)
             if core.staging.find(inode.ino) is None:
                 core.staging.adopt_failed(staged, inode.ino)
@@ -117,7 +144,10 @@ class Recovery:
         return core.inodes.ensure_child(parent.ino, name, is_directory=False)
 
 
-def _send_if_unchanged(core: Core, staged: StagedFile) -> FileStat:
+def _send_if_unchanged(core: Core, staged: StagedFile) -> FileStat | None:
+    """What the store has of the bytes now; None where it has another version than they follow
+    on.
+    """
     found = remote_stat(core.volume, staged.volume_path)
     version = None if found is None else found.version
     if version == staged.base_version:
@@ -126,4 +156,4 @@ def _send_if_unchanged(core: Core, staged: StagedFile) -> FileStat:
         # The predecessor died between its upload and the journal.
         core.staging.mark_uploaded(staged, found)
         return found
-    raise OSError(errno.ESTALE, _CHANGED)
+    return None

@@ -26,6 +26,7 @@ _NOT_NEGATIVE: Final = (
     "free_disk_floor_bytes",
     "gid",
     "prefetch_max_bytes",
+    "stream_from_bytes",
     "uid",
 )
 
@@ -153,6 +154,12 @@ class MountSettings:
 
     num_prefetch_threads: int = 8
     """Ranges under way ahead of the readers. Times `prefetch_fetch_bytes` is the memory they take.
+    """
+
+    stream_from_bytes: int = 48 * MIB
+    """Size from which a file that is written from its start to its end is sent while it is written,
+    so that `close` waits for the last parts only; 0 for never. Below, one request at `close` costs
+    the store less.
     """
 
     num_worker_threads: int = 64

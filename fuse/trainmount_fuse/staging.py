@@ -1,5 +1,5 @@
-"""Files that are being written: a copy on local disk, uploaded whole when the program closes or
-syncs it.
+"""Files that are being written: a copy on local disk, in the store when the program has closed or
+synced it. Large ones are sent while they are written (`streaming`).
 
 `content` and `namespace` call it. `find` and its kin belong to the event loop's thread; the
 methods under "worker threads" wait for disk and store and are called with the inode's lock held.
@@ -10,27 +10,38 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from trainmount_files.errors import AlreadyExists, NotFound
-from trainmount_files.volume import ByteRange, FileStat, Volume
-from trainmount_fuse.journal import Journal, JournalRow, StagedState
+from trainmount_files.errors import NotFound
+from trainmount_files.volume import FileStat, Volume
+from trainmount_fuse.journal import Conflict, Journal, JournalRow, StagedState
+from trainmount_fuse.staged_file import StagedFile
+from trainmount_fuse.streaming import Streaming
+from trainmount_fuse.uploading import Uploading
 
-__all__ = ["CopyInto", "FilesNotUploaded", "StagedFile", "Staging", "remote_stat"]
+__all__ = [
+    "CopyInto",
+    "FilesNotUploaded",
+    "Staging",
+    "WritingStatistics",
+    "remote_stat",
+]
 
 log = logging.getLogger(__name__)
 
 CopyInto = Callable[[int], None]
 """Fills an empty file, given its descriptor."""
 
-_PUT_BYTES: Final = 4 << 20
-"""Files up to this size go in one request from memory."""
+_UNSYNCED: Final = "unsynced"
+"""Base version of bytes that a reboot may have cut; no store has it, so they overwrite nothing."""
 
-_COMPARE_BYTES: Final = 8 << 20
+_SLOW_SECONDS: Final = 0.02
+_AFTER_SLOW_SECONDS: Final = 5.0
+"""Where a write to the staging disk took longer, the next ones wait in threads for some time."""
 
 _MAX_NAMED: Final = 20
 """Paths that one message names."""
@@ -48,46 +59,31 @@ class FilesNotUploaded(OSError):
         self.paths = paths
 
 
-class StagedFile:
-    """One file with local bytes. Its fields change under the inode's lock only."""
+@dataclass(frozen=True, slots=True)
+class WritingStatistics:
+    """What is here now, and counters since the start."""
 
-    def __init__(self, row: JournalRow, path: Path) -> None:
-        self.id = row.id
-        self.ino = row.ino
-        self.base_version = row.base_version
-        self.exclusive = row.exclusive
-        self.attempted = row.attempted
-        self.state = row.state
-        self.volume_path = row.path
-        self.reason = row.error
-        self.error: Exception | None = None
-        """Why the last upload failed, while nothing was written since."""
+    num_dirty_files: int
+    """Files whose last bytes the store does not have, and whose programs have not been told so."""
 
-        self.path = path
-        self._fd: int | None = None
-        self._lock = threading.Lock()
+    dirty_bytes: int
+    num_failed_files: int
+    """Files whose close reported an error; tried again at the next mount."""
 
-    def descriptor(self) -> int:
-        """The open local file. Raises OSError."""
-        with self._lock:
-            if self._fd is None:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-            return self._fd
+    failed_bytes: int
+    num_uploads: int
+    num_upload_errors: int
+    uploaded_bytes: int
+    """Of uploads that ended well."""
 
-    def close(self) -> None:
-        """Free the descriptor."""
-        with self._lock:
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+    streamed_bytes: int
+    """Sent while their files were still being written."""
 
-    @property
-    def size_bytes(self) -> int:
-        return os.fstat(self.descriptor()).st_size
+    num_streams_given_up: int
+    """Uploads begun early and aborted, because sent bytes were changed or the name went away."""
 
-    @property
-    def mtime_ns(self) -> int:
-        return os.fstat(self.descriptor()).st_mtime_ns
+    num_conflicts: int
+    """Files put beside a later version."""
 
 
 class Staging:
@@ -100,6 +96,7 @@ class Staging:
         *,
         free_disk_floor_bytes: int,
         free_space: Callable[[int], bool],
+        streaming: Streaming,
     ) -> None:
         """Take over what the journal names. `free_space` makes room on the disk by other means.
 
@@ -109,6 +106,9 @@ class Staging:
         self._journal = journal
         self._floor_bytes = free_disk_floor_bytes
         self._free_space = free_space
+        self._streaming = streaming
+        self._uploading = Uploading(journal, streaming)
+        self._slow_until = 0.0
         self._by_ino: dict[int, StagedFile] = {}
         self._failed: dict[int, StagedFile] = {}
         directory.mkdir(parents=True, exist_ok=True)
@@ -130,6 +130,48 @@ class Staging:
         """Paths in the volume whose last bytes are only here."""
         dirty = [one for one in self._by_ino.values() if one.state is StagedState.DIRTY]
         return sorted({one.volume_path for one in (*dirty, *self._failed.values())})
+
+    def conflicts(self) -> list[Conflict]:
+        """Local bytes that were put beside a later version, by this mount and those before it."""
+        return self._journal.conflicts()
+
+    def statistics(self) -> WritingStatistics:
+        """A snapshot."""
+        dirty = [one for one in list(self._by_ino.values()) if one.state is StagedState.DIRTY]
+        failed = list(self._failed.values())
+        counts, streaming = self._uploading.counts(), self._streaming.statistics()
+        return WritingStatistics(
+            num_dirty_files=len(dirty),
+            dirty_bytes=sum(_size_on_disk(one.path) for one in dirty),
+            num_failed_files=len(failed),
+            failed_bytes=sum(_size_on_disk(one.path) for one in failed),
+            num_uploads=counts.num_uploads,
+            num_upload_errors=counts.num_upload_errors,
+            uploaded_bytes=counts.uploaded_bytes,
+            streamed_bytes=streaming.streamed_bytes,
+            num_streams_given_up=streaming.num_given_up,
+            num_conflicts=counts.num_conflicts,
+        )
+
+    def write_nowait(
+        self, staged: StagedFile, offset: int, data: bytes | bytearray | memoryview
+    ) -> int | None:
+        """As `write`, where that waits for no disk as far as can be told; else None, and nothing
+        is written. Raises OSError.
+
+        For the event loop's thread, where nobody holds the inode's lock: a turn of a thread costs
+        as much as the copy of 128 KiB into the page cache.
+        """
+        if staged.state is not StagedState.DIRTY or staged.error is not None:
+            return None
+        began = time.monotonic()
+        if began < self._slow_until or not self._has_room(len(data)):
+            return None
+        written = self._write(staged, offset, data)
+        ended = time.monotonic()
+        if ended - began > _SLOW_SECONDS:
+            self._slow_until = ended + _AFTER_SLOW_SECONDS
+        return written
 
     def drop_leftover(self, staged: StagedFile) -> None:
         """Before the first request: bytes of an earlier daemon that nobody needs."""
@@ -182,6 +224,7 @@ class Staging:
             os.close(fd)
         row = JournalRow(row_id, ino, path, base_version, exclusive, False, state, "")
         staged = StagedFile(row, self._directory / str(row_id))
+        staged.written_end = staged.size_bytes
         self._by_ino[ino] = staged
         return staged
 
@@ -198,22 +241,22 @@ class Staging:
         """The bytes there are of the range."""
         return os.pread(staged.descriptor(), size, offset)
 
-    def write(self, staged: StagedFile, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """All of `data`, or OSError and the rest is as it was not written. Raises
-        OSError ENOSPC.
+    def write(self, staged: StagedFile, offset: int, data: bytes | bytearray | memoryview) -> int:
+        """Bytes that were taken, fewer than all only where the disk has become full in their
+        midst. Raises OSError ENOSPC, EDQUOT; then none was.
         """
         self.reserve(len(data))
         self._mark_dirty(staged)
-        fd = staged.descriptor()
-        rest = memoryview(data)
-        while rest:
-            written = os.pwrite(fd, rest, offset)
-            rest, offset = rest[written:], offset + written
+        return self._write(staged, offset, data)
 
     def truncate(self, staged: StagedFile, size: int) -> None:
         """Cut or extend by zeros, which take no space. Raises OSError."""
         self._mark_dirty(staged)
+        if staged.ahead is not None and size < staged.ahead.sent_end:
+            self._uploading.give_up(staged)
         os.ftruncate(staged.descriptor(), size)
+        staged.written_end = min(staged.written_end, size)
+        staged.may_stream = staged.may_stream or size == 0
 
     def upload(self, staged: StagedFile, volume: Volume, path: str) -> FileStat:
         """Give the store the whole file. Returns what the store has now.
@@ -221,21 +264,24 @@ class Staging:
         Raises:
             VolumeError, OSError: the store has what it had; the bytes stay here.
         """
-        overwrite = not staged.exclusive
-        was_attempted = staged.attempted
-        if staged.exclusive and not staged.attempted:
-            self._journal.set_attempted(staged.id)
-            staged.attempted = True
-        try:
-            stat = self._send(staged, volume, path, overwrite=overwrite)
-        except AlreadyExists:
-            # A predecessor may have died between its upload and the journal.
-            found = volume.stat(path) if was_attempted else None
-            if found is None or not self.has_content_of(staged, volume, found):
-                raise
-            stat = found
+        stat = self._uploading.upload(staged, volume, path)
         self.mark_uploaded(staged, stat)
         return stat
+
+    def upload_beside(self, staged: StagedFile, volume: Volume) -> str:
+        """Give the store withdrawn bytes under a name of their own, and have them here no more.
+        Returns that path.
+
+        Raises:
+            VolumeError, OSError: the bytes stay here.
+        """
+        kept_path = self._uploading.upload_beside(staged, volume)
+        self.discard(staged)
+        return kept_path
+
+    def has_content_of(self, staged: StagedFile, volume: Volume, stat: FileStat) -> bool:
+        """Whether the store's file has exactly the local bytes. Raises VolumeError."""
+        return self._uploading.has_content_of(staged, volume, stat)
 
     def mark_uploaded(self, staged: StagedFile, stat: FileStat) -> None:
         """The store has these bytes."""
@@ -244,32 +290,22 @@ class Staging:
         staged.state, staged.error = StagedState.CLEAN, None
         self._supersede(staged.volume_path)
 
-    def has_content_of(self, staged: StagedFile, volume: Volume, stat: FileStat) -> bool:
-        """Whether the store's file has exactly the local bytes. Raises VolumeError."""
-        if stat.is_directory or stat.size_bytes != staged.size_bytes:
-            return False
-        fd = staged.descriptor()
-        for start in range(0, stat.size_bytes, _COMPARE_BYTES):
-            end = min(start + _COMPARE_BYTES, stat.size_bytes)
-            buffer = bytearray(end - start)
-            volume.read_into(stat.path, ByteRange(start, end), buffer, version=stat.version)
-            if os.pread(fd, end - start, start) != buffer:
-                return False
-        return True
-
     def moved(self, staged: StagedFile, path: str, *, base_version: str | None) -> None:
         """The file has another name now, under which the store has `base_version`."""
+        self._uploading.give_up(staged)
         self._journal.set_path(staged.id, path, base_version=base_version)
         staged.volume_path, staged.base_version, staged.exclusive = path, base_version, False
 
     def orphan(self, staged: StagedFile) -> None:
         """The name is gone: keep the bytes for open handles, never upload them."""
+        self._uploading.give_up(staged)
         self._journal.set_state(staged.id, StagedState.ORPHAN)
         staged.state = StagedState.ORPHAN
 
     def discard(self, staged: StagedFile) -> None:
         """Nobody needs the local bytes any more; they were withdrawn before."""
         self._failed.pop(staged.id, None)
+        self._uploading.give_up(staged)
         staged.close()
         # The row goes first: a file without a row is removed at the next start.
         self._journal.remove(staged.id)
@@ -279,6 +315,7 @@ class Staging:
         """The program was told of the error and has closed: show the store's file, keep the bytes
         aside.
         """
+        self._uploading.give_up(staged)
         os.fsync(staged.descriptor())
         self._supersede(staged.volume_path)
         self._journal.set_state(staged.id, StagedState.FAILED, reason)
@@ -297,17 +334,29 @@ class Staging:
     def close(self) -> None:
         """Close every file; all bytes stay on disk."""
         for staged in self._by_ino.values():
+            self._uploading.give_up(staged)
             staged.close()
+        self._streaming.close()
         self._journal.close()
 
-    def _send(self, staged: StagedFile, volume: Volume, path: str, *, overwrite: bool) -> FileStat:
-        size = staged.size_bytes
-        largest = volume.capabilities.max_put_bytes
-        if size <= _PUT_BYTES and (largest is None or size <= largest):
-            data = os.pread(staged.descriptor(), size, 0)
-            return volume.put(path, data, overwrite=overwrite)
-        with staged.path.open("rb") as source:
-            return volume.upload(path, source, size, overwrite=overwrite)
+    def abandon_left(self) -> None:
+        """Abort the uploads that a dead daemon had begun. Waits for the store."""
+        self._streaming.abandon_left()
+
+    def _write(self, staged: StagedFile, offset: int, data: bytes | bytearray | memoryview) -> int:
+        self._uploading.before_write(staged, offset)
+        fd = staged.descriptor()
+        rest = memoryview(data)
+        position = offset
+        try:
+            while rest:
+                written = os.pwrite(fd, rest, position)
+                rest, position = rest[written:], position + written
+        except OSError:
+            if position == offset:
+                raise
+        self._uploading.after_write(staged, offset, position)
+        return position - offset
 
     def _supersede(self, path: str) -> None:
         """Newer bytes for the path are safe: those that failed before are of no use."""
@@ -326,6 +375,9 @@ class Staging:
 
     def _take_over(self) -> None:
         known: set[str] = set()
+        if self._journal.is_after_reboot():
+            self._doubt_unsynced()
+        self._journal.accept_boot()
         for row in self._journal.rows():
             staged = StagedFile(row, self._directory / str(row.id))
             if not staged.path.exists():
@@ -335,6 +387,7 @@ class Staging:
             elif row.state is StagedState.FAILED:
                 self._failed[row.id] = staged
             else:
+                staged.written_end = staged.size_bytes
                 self._by_ino[row.ino] = staged
             known.add(str(row.id))
         if not self._journal.is_whole:
@@ -342,6 +395,14 @@ class Staging:
         for path in self._directory.iterdir():
             if path.name not in known:
                 path.unlink(missing_ok=True)
+
+    def _doubt_unsynced(self) -> None:
+        """After a reboot: of bytes that no close had sent, any may be gone. What the store has
+        was synced once, and must not be overwritten by them.
+        """
+        for row in self._journal.rows():
+            if row.state is StagedState.DIRTY and row.base_version is not None:
+                self._journal.set_path(row.id, row.path, base_version=_UNSYNCED)
 
     def _set_aside(self) -> None:
         """Files that a damaged journal named may be the only copy of something."""
@@ -364,3 +425,11 @@ def remote_stat(volume: Volume, path: str) -> FileStat | None:
         return volume.stat(path)
     except NotFound:
         return None
+
+
+def _size_on_disk(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        # Sent and removed by another thread meanwhile.
+        return 0

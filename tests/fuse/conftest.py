@@ -59,6 +59,11 @@ class WatchedVolume:
         """Called with the operation and the path before each call; raises to make it fail."""
         self.after: Callable[[str, str], None] | None = None
         """The same after each call that worked."""
+        self.part_bytes: int | None = None
+        """With a size, the store takes parts of it as they come, and joins them by their names."""
+
+        self.begun: set[int] = set()
+        """Uploads in parts that have not ended, by their tokens."""
         self._lock = threading.Lock()
 
     @property
@@ -67,7 +72,9 @@ class WatchedVolume:
 
     @property
     def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
+        if self.part_bytes is None:
+            return self.inner.capabilities
+        return replace(self.inner.capabilities, part_bytes=self.part_bytes, copies_parts=False)
 
     def stat(self, path: str) -> FileStat:
         return self._call("stat", path, lambda: self.inner.stat(path))
@@ -108,10 +115,24 @@ class WatchedVolume:
 
         return self._call("upload", path, upload)
 
-    def start_upload(self, path: str, *, overwrite: bool = True) -> Upload:
-        return self._call(
-            "upload", path, lambda: self.inner.start_upload(path, overwrite=overwrite)
-        )
+    def start_upload(
+        self, path: str, *, overwrite: bool = True, cancel: threading.Event | None = None
+    ) -> Upload:
+        def start() -> Upload:
+            inner = self.inner.start_upload(path, overwrite=overwrite, cancel=cancel)
+            return WatchedUpload(self, path, inner)
+
+        return self._call("start", path, start)
+
+    def token_of(self, upload: WatchedUpload) -> str:
+        return str(id(upload))
+
+    def abandon_upload(self, path: str, token: str) -> bool:
+        def abandon() -> bool:
+            self.begun.discard(int(token))
+            return True
+
+        return self._call("abandon", path, abandon)
 
     def delete(self, path: str) -> None:
         self._call("delete", path, lambda: self.inner.delete(path))
@@ -137,6 +158,31 @@ class WatchedVolume:
         if self.after is not None:
             self.after(operation, path)
         return result
+
+
+class WatchedUpload:
+    """A file in parts; each call is counted and may be made to fail as those of the volume."""
+
+    def __init__(self, volume: WatchedVolume, path: str, inner: Upload) -> None:
+        self._volume = volume
+        self._path = path
+        self._inner = inner
+        volume.begun.add(id(self))
+
+    def put_part(self, part_number: int, data: Buffer) -> None:
+        def put() -> None:
+            self._inner.put_part(part_number, data)
+
+        self._volume._call("part", self._path, put)
+
+    def complete(self) -> FileStat:
+        stat = self._volume._call("complete", self._path, self._inner.complete)
+        self._volume.begun.discard(id(self))
+        return stat
+
+    def abort(self) -> None:
+        self._volume.begun.discard(id(self))
+        self._inner.abort()
 
 
 class Node:
@@ -295,7 +341,8 @@ class World:
         self.remote.mkdir()
         self.nodes: list[Node] = []
 
-    async def node(self, name: str = "a", **changes: Any) -> Node:
+    async def node(self, name: str = "a", *, part_bytes: int | None = None, **changes: Any) -> Node:
+        """With `part_bytes`, the store takes parts of that size while a file is written."""
         values: dict[str, Any] = {
             "source": self.remote.as_uri(),
             "cache_dir": self.tmp_path / name / "cache",
@@ -308,7 +355,9 @@ class World:
             "num_prefetch_threads": 2,
             "num_worker_threads": 8,
         }
-        node = Node(WatchedVolume(self.remote), MountSettings(**(values | changes)))
+        volume = WatchedVolume(self.remote)
+        volume.part_bytes = part_bytes
+        node = Node(volume, MountSettings(**(values | changes)))
         await node.fs.start()
         self.nodes.append(node)
         return node

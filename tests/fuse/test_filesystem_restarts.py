@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainmount_files.errors import Unavailable
+from trainmount_fuse import journal
 from trainmount_fuse.attributes import ROOT_INO
 from trainmount_fuse.handles import HandleTable
 from trainmount_fuse.journal import unsent_paths
@@ -105,12 +108,65 @@ async def test_left_bytes_never_overwrite_what_came_later(world: Any) -> None:
     await a.fs.write(fh, 0, b"left by a")
     await b.write("f", b"later by b")
     await a.remount()
-    await a.settled(lambda: len(a.fs.failed_files()) == 1, "the left bytes are set aside")
-    assert world.remote_files() == {"f": b"later by b"}
-    assert await a.read("f") == b"later by b"
+    await a.settled(lambda: len(world.remote_files()) == 2, "the left bytes are beside it")
+    (beside,) = set(world.remote_files()) - {"f"}
+    assert re.fullmatch(r"f\.conflict-\d{8}T\d{6}\.\d{6}Z", beside)
+    assert world.remote_files() == {"f": b"later by b", beside: b"left by a"}
+    assert (await a.read("f"), await a.read(beside)) == (b"later by b", b"left by a")
+    await a.settled(lambda: a.staging_files() == [], "nothing is kept here")
+    staging = a.fs.core.staging
+    assert [(one.path, one.kept_path) for one in staging.conflicts()] == [("f", beside)]
+    assert staging.statistics().num_conflicts == 1
+    await a.remount()
+    assert [one.kept_path for one in a.fs.core.staging.conflicts()] == [beside]
+
+
+async def test_left_bytes_that_cannot_be_put_beside_are_kept_here_until_they_can(
+    world: Any,
+) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await a.write("f", b"base")
+    fh = await a.open("f", os.O_WRONLY)
+    await a.fs.write(fh, 0, b"left by a")
+    await b.write("f", b"later by b")
+
+    def refuse(operation: str, path: str) -> None:
+        if operation == "upload":
+            raise Unavailable(operation, path, "connection refused")
+
+    a.volume.fault = refuse
+    await a.remount()
+    await a.settled(lambda: len(a.fs.failed_files()) == 1, "the left bytes are kept")
     failed = a.fs.failed_files()[0]
     assert (failed.path, failed.size_bytes) == ("f", 9)
     assert "another version" in failed.reason
+    assert await a.read("f") == b"later by b"
+    a.volume.fault = None
+    await a.remount()
+    await a.settled(lambda: b"left by a" in world.remote_files().values(), "they are beside it")
+    assert world.remote_files()["f"] == b"later by b"
+    await a.settled(lambda: a.fs.failed_files() == [], "nothing is kept here")
+
+
+async def test_after_a_reboot_unsynced_bytes_do_not_take_the_place_of_synced_ones(
+    world: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The machine lost power: what was never synced may be cut in the staging file."""
+    a = await world.node()
+    await a.write("old", b"synced")
+    old = await a.open("old", os.O_WRONLY)
+    await a.fs.write(old, 6, b", and more")
+    new = await a.open("new", WRONLY_NEW)
+    await a.fs.write(new, 0, b"never closed")
+    boot = tmp_path / "boot_id"
+    boot.write_text("another")
+    monkeypatch.setattr(journal, "_BOOT_ID", boot)
+    await a.remount()
+    await a.settled(lambda: a.staging_files() == [], "nothing is staged any more")
+    remote = world.remote_files()
+    (beside,) = set(remote) - {"new", "old"}
+    assert beside.startswith("old.conflict-")
+    assert remote == {"old": b"synced", "new": b"never closed", beside: b"synced, and more"}
 
 
 async def test_inode_numbers_that_were_lost_do_not_lose_left_files(world: Any) -> None:

@@ -10,19 +10,25 @@ import pytest
 
 from trainmount_files.directory import DirectoryVolume
 from trainmount_fuse.journal import Journal, StagedState
+from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.staging import Staging
+from trainmount_fuse.streaming import Streaming
 
 
 @pytest.fixture
 def volume(tmp_path: Path) -> DirectoryVolume:
-    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume").mkdir(exist_ok=True)
     return DirectoryVolume(tmp_path / "volume")
 
 
 def _staging(tmp_path: Path, free_disk_floor_bytes: int = 0) -> Staging:
+    journal = Journal(tmp_path / "journal.db")
+    (tmp_path / "volume").mkdir(exist_ok=True)
+    volume = DirectoryVolume(tmp_path / "volume")
     return Staging(
         tmp_path / "staging",
-        Journal(tmp_path / "journal.db"),
+        journal,
+        streaming=Streaming(volume, journal, MemoryBudget(), from_bytes=0),
         free_disk_floor_bytes=free_disk_floor_bytes,
         free_space=lambda _needed: False,
     )

@@ -181,6 +181,12 @@ class CatalogVolume:
         self._require_in_volume("upload", path, makes=True, overwrite=overwrite)
         return self._files.start_upload(path, overwrite=overwrite, cancel=cancel)
 
+    def token_of(self, upload: Upload) -> str:
+        return self._files.token_of(upload)
+
+    def abandon_upload(self, path: str, token: str) -> bool:
+        return self._files.abandon_upload(path, token)
+
     def delete(self, path: str) -> None:
         self._require_in_volume("delete", path)
         self._files.delete(path)

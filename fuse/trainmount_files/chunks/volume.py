@@ -122,6 +122,7 @@ class ChunkedVolume:
             max_part_bytes=largest,
             part_bytes=min(below.part_bytes, largest),
             parts_in_order=False,
+            copies_parts=True,
         )
 
     def stat(self, path: str) -> FileStat:

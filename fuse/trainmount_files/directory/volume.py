@@ -55,7 +55,9 @@ from trainmount_files.volume import (
 
 __all__ = ["DirectoryVolume"]
 
-_CAPABILITIES: Final = Capabilities(atomic_rename=True, exclusive_create=True, min_part_bytes=1)
+_CAPABILITIES: Final = Capabilities(
+    atomic_rename=True, exclusive_create=True, min_part_bytes=1, copies_parts=True
+)
 
 _PAGE_ENTRIES: Final = 1000
 """As the Files API, so that whoever reads page by page meets pages here too."""

@@ -24,20 +24,21 @@ from trainmount_files.errors import (
 )
 from trainmount_files.files_api.answers import error_of, is_expired_url, json_object
 from trainmount_files.files_api.api import BodySource, Call, FilesApi, encode_path, failure_of
+from trainmount_files.files_api.file_bodies import body_of
 from trainmount_files.files_api.part_urls import PartUrls
 from trainmount_files.files_api.signed_urls import SignedUrl
 from trainmount_files.files_api.transport import Reply, Transport, TransportError
 from trainmount_files.retry import RETRYABLE_STATUSES, Cancellation
-from trainmount_files.volume import Buffer, FileStat
+from trainmount_files.volume import Buffer, ByteRange, FileStat
 
-__all__ = ["MultipartUpload"]
+__all__ = ["ABORT_SECONDS", "MultipartUpload", "abort_upload"]
 
 _LOG: Final = logging.getLogger(__name__)
 
 _RENEWALS: Final = 3
 """URLs asked for in a row for one part: then the refusal is about something else than time."""
 
-_ABORT_SECONDS: Final = 15.0
+ABORT_SECONDS: Final = 15.0
 """An abort that does not get through is left to the service's own expiry of uploads."""
 
 _HURRIED_ABORT_SECONDS: Final = 1.5
@@ -89,7 +90,8 @@ class MultipartUpload:
         self._stored = stored
         self._put_empty = put_empty
         self._cancel = cancel
-        self._target = f"/files{encode_path('upload', remote_path)}"
+        self._remote_path = remote_path
+        self._target = _target_of(remote_path)
         # part number -> (etag, size); guarded by the lock, as is `_is_open`.
         self._parts: dict[int, tuple[str, int]] = {}
         self._is_open = True
@@ -111,8 +113,18 @@ class MultipartUpload:
     def __repr__(self) -> str:
         return f"MultipartUpload({self._path!r})"
 
+    @property
+    def token(self) -> str:
+        """What the store knows this upload by. Secret."""
+        return self._session_token
+
     def put_part(self, part_number: int, data: Buffer) -> None:
         self.send_part(part_number, memoryview(data).nbytes, lambda: data)
+
+    def put_file_part(self, part_number: int, descriptor: int, byte_range: ByteRange) -> None:
+        """As `TakesFileParts` says."""
+        body = body_of(self._path, descriptor, byte_range, self._cancel, size_bytes=byte_range.end)
+        self.send_part(part_number, len(byte_range), body)
 
     def send_part(self, part_number: int, size_bytes: int, body: BodySource) -> None:
         """Store a part whose body is made anew for each try.
@@ -169,7 +181,7 @@ class MultipartUpload:
         """
         if in_hurry is None:
             in_hurry = self._api.attempts(self._cancel).is_cancelled
-        self.abort_within(TimeLimit(_HURRIED_ABORT_SECONDS if in_hurry else _ABORT_SECONDS))
+        self.abort_within(TimeLimit(_HURRIED_ABORT_SECONDS if in_hurry else ABORT_SECONDS))
 
     def abort_within(self, limit: Cancellation) -> None:
         """As `abort`, until `limit` is set; where another thread is at it, when that is done."""
@@ -180,33 +192,9 @@ class MultipartUpload:
                 pass
             return
         try:
-            self._abort(limit)
+            abort_upload(self._api, self._path, self._remote_path, self._session_token, limit)
         finally:
             self._is_over.set()
-
-    def _abort(self, limit: Cancellation) -> None:
-        call = Call(
-            operation="abort upload",
-            path=self._path,
-            method="POST",
-            target=self._target,
-            query={
-                "action": "abort-upload",
-                "upload_type": "multipart",
-                "session_token": self._session_token,
-            },
-            secret=self._session_token,
-            is_farewell=True,
-        )
-        try:
-            error = self._api.call(call, cancel=limit).error
-        except VolumeError as failure:
-            error = failure
-        if error is not None and not isinstance(error, NotFound):
-            _LOG.warning(
-                "An upload could not be aborted; the store frees its parts when it expires",
-                extra={"path": self._path, "reason": error.reason},
-            )
 
     def _initiate(self) -> tuple[float, str]:
         """When the upload began by the store's clock, and its token."""
@@ -294,6 +282,42 @@ class MultipartUpload:
             # Where it was aborted because the volume was closed, that is what to say.
             self._api.attempts(self._cancel).check_cancelled("upload", self._path)
             raise Unsupported("upload", self._path, "the upload is complete or aborted")
+
+
+def abort_upload(
+    api: FilesApi, path: str, remote_path: str, token: str, limit: Cancellation
+) -> bool:
+    """Free what the store has of an upload, of this process or another. Whether nothing is left;
+    never raises.
+    """
+    call = Call(
+        operation="abort upload",
+        path=path,
+        method="POST",
+        target=_target_of(remote_path),
+        query={
+            "action": "abort-upload",
+            "upload_type": "multipart",
+            "session_token": token,
+        },
+        secret=token,
+        is_farewell=True,
+    )
+    try:
+        error = api.call(call, cancel=limit).error
+    except VolumeError as failure:
+        error = failure
+    if error is None or isinstance(error, NotFound):
+        return True
+    _LOG.warning(
+        "An upload could not be aborted; the store frees its parts when it expires",
+        extra={"path": path, "reason": error.reason},
+    )
+    return False
+
+
+def _target_of(remote_path: str) -> str:
+    return f"/files{encode_path('upload', remote_path)}"
 
 
 def _date_of(reply: Reply) -> float:

@@ -22,7 +22,6 @@ from trainmount_files.errors import (
     AlreadyExists,
     Cancelled,
     InvalidRequest,
-    LocalError,
     NotFound,
     PermissionDenied,
     TooLarge,
@@ -31,13 +30,14 @@ from trainmount_files.errors import (
     VolumeError,
 )
 from trainmount_files.files_api.api import BodySource, Call, FilesApi, encode_path
-from trainmount_files.files_api.multipart import MultipartUpload
+from trainmount_files.files_api.file_bodies import SourceTooShort, body_of, too_short, unreadable
+from trainmount_files.files_api.multipart import ABORT_SECONDS, MultipartUpload, abort_upload
 from trainmount_files.files_api.options import FilesApiOptions
-from trainmount_files.files_api.transport import FileSlice, Transport
+from trainmount_files.files_api.transport import Transport
 from trainmount_files.retry import Cancellation
-from trainmount_files.volume import MIB, Buffer, FileStat, Progress
+from trainmount_files.volume import MIB, Buffer, ByteRange, FileStat, Progress
 
-__all__ = ["SourceTooShort", "Uploads", "part_size_for"]
+__all__ = ["Uploads", "part_size_for"]
 
 _REFUSALS: Final = (InvalidRequest, NotFound, PermissionDenied, Unsupported)
 """What a store that offers no parts says to the first question or the first part; one PUT then
@@ -110,18 +110,11 @@ class Uploads:
         descriptor = source.fileno()
         present = os.fstat(descriptor).st_size
         if present < size_bytes:
-            raise _short(path, size_bytes)
+            raise too_short(path, size_bytes)
 
         def slice_of(start: int, length: int, stop: Cancellation | None) -> BodySource:
-            return lambda: FileSlice(
-                descriptor,
-                start,
-                length,
-                on_short=_short(path, size_bytes),
-                on_cancel=Cancelled("upload", path, "cancelled"),
-                on_failure=lambda error: _unreadable(path, error),
-                cancel=stop,
-            )
+            piece = ByteRange(start, start + length)
+            return body_of(path, descriptor, piece, stop, size_bytes=size_bytes)
 
         options = self._options
         if size_bytes > options.max_put_bytes or (
@@ -166,6 +159,11 @@ class Uploads:
         with self._lock:
             self._begun.add(upload)
         return upload
+
+    def abandon(self, path: str, token: str) -> bool:
+        """Abort an upload that another process began; whether nothing is left of it."""
+        limit = TimeLimit(ABORT_SECONDS)
+        return abort_upload(self._api, path, f"{self._root}/{path}", token, limit)
 
     def abort_all(self) -> None:
         """Give up what is neither complete nor aborted; for an end in a hurry."""
@@ -317,28 +315,15 @@ class Uploads:
             raise failures[0]
 
 
-class SourceTooShort(InvalidRequest):
-    """The file that is being stored has become shorter; nothing that the store said."""
-
-
 def _failure_of(future: Future[None]) -> BaseException | None:
     return future.exception() if future.done() and not future.cancelled() else None
-
-
-def _unreadable(path: str, error: OSError) -> VolumeError:
-    reason = f"the source cannot be read: {(error.strerror or 'failed').lower()}"
-    return LocalError("upload", path, reason, error.errno)
 
 
 def _read_whole(descriptor: int, path: str, size_bytes: int) -> bytes:
     try:
         data = os.pread(descriptor, size_bytes, 0)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if len(data) < size_bytes:
-        raise _short(path, size_bytes)
+        raise too_short(path, size_bytes)
     return data
-
-
-def _short(path: str, size_bytes: int) -> VolumeError:
-    return SourceTooShort("upload", path, f"the source has fewer than {size_bytes} bytes")

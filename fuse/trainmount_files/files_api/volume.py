@@ -37,11 +37,13 @@ from trainmount_files.files_api.answers import (
 )
 from trainmount_files.files_api.api import Call, FilesApi, encode_path
 from trainmount_files.files_api.download import Downloads, FileTarget, MemoryTarget
+from trainmount_files.files_api.file_bodies import SourceTooShort
+from trainmount_files.files_api.multipart import MultipartUpload
 from trainmount_files.files_api.options import FilesApiOptions
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.files_api.signed_urls import SignedUrls
 from trainmount_files.files_api.transport import Transport
-from trainmount_files.files_api.upload import SourceTooShort, Uploads
+from trainmount_files.files_api.upload import Uploads
 from trainmount_files.paths import join, split
 from trainmount_files.per_process import PerProcess
 from trainmount_files.volume import (
@@ -231,6 +233,13 @@ class FilesApiVolume:
         self._file("upload", path)
         with self._directories_named("upload", path, overwrite=overwrite):
             return self._here().uploads.start(path, overwrite=overwrite, cancel=cancel)
+
+    def token_of(self, upload: Upload) -> str:
+        assert isinstance(upload, MultipartUpload)
+        return upload.token
+
+    def abandon_upload(self, path: str, token: str) -> bool:
+        return self._here().uploads.abandon(path, token)
 
     def delete(self, path: str) -> None:
         self._file("delete", path)

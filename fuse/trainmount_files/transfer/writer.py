@@ -37,11 +37,11 @@ from trainmount_files.transfer.spool import Spool
 from trainmount_files.transfer.workers import Workers
 from trainmount_files.volume import FileStat, Progress, Upload, Volume
 
-__all__ = ["VolumeWriter", "open_writer"]
+__all__ = ["PART_REFUSALS", "VolumeWriter", "open_writer"]
 
 _LOG: Final = logging.getLogger(__name__)
 
-_REFUSALS: Final = (InvalidRequest, NotFound, PermissionDenied, Unsupported)
+PART_REFUSALS: Final = (InvalidRequest, NotFound, PermissionDenied, Unsupported)
 """What a store that takes no parts says to the first; one request then tells the truth."""
 
 _END_SECONDS: Final = 30.0
@@ -332,7 +332,7 @@ class VolumeWriter(io.RawIOBase):
                 self._path, overwrite=self._overwrite, cancel=self._stop
             )
             _send(self._upload, 1, part, self._progress)
-        except _REFUSALS as refusal:
+        except PART_REFUSALS as refusal:
             if self._upload is not None:
                 self._upload.abort()
                 self._upload = None
