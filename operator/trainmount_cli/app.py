@@ -28,7 +28,7 @@ from trainmount_cli.list_runs import list_runs
 from trainmount_cli.logs import logs
 from trainmount_cli.ls import ls
 from trainmount_cli.mkdir import mkdir
-from trainmount_cli.mount import mount
+from trainmount_cli.mount import mount, remount, unmount
 from trainmount_cli.output import print_error
 from trainmount_cli.rm import rm
 from trainmount_cli.run import run
@@ -91,6 +91,8 @@ app.command("logs")(logs)
 app.command("cancel")(cancel)
 app.command("serve", context_settings=_PASS_THROUGH)(serve)
 app.command("mount", context_settings=_PASS_THROUGH)(mount)
+app.command("remount", context_settings=_PASS_THROUGH)(remount)
+app.command("unmount", context_settings=_PASS_THROUGH)(unmount)
 app.command("ls")(ls)
 app.command("cp")(cp)
 app.command("rm")(rm)
