@@ -14,9 +14,10 @@ import logging
 import os
 import sqlite3
 import stat
+import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 import pyfuse3
@@ -25,13 +26,14 @@ from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, RequestContext
 
 from trainmount_files.errors import Unavailable, VolumeError
 from trainmount_fuse.attributes import AttributeChanges, Attributes, OpenFile
+from trainmount_fuse.control.refreshing import StaleNames
 from trainmount_fuse.errno import errno_of, errno_of_transfer
 from trainmount_fuse.request_counts import RequestCounter
 
 if TYPE_CHECKING:
     from trainmount_fuse.filesystem import Filesystem
 
-__all__ = ["FuseAdapter", "open_session", "serve_session"]
+__all__ = ["FuseAdapter", "RememberedNames", "open_session", "serve_session"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ takes."""
 MAX_TASKS: Final = 256
 """Requests in progress. Above max_background (64), so that read-ahead cannot keep a lookup
 waiting."""
+
+_FUSE_NOTIFY_INC_EPOCH: Final = struct.pack("<IiQ", 16, 8, 0)
 
 _TRANSFERS: Final = frozenset({"read", "write", "flush", "fsync", "release"})
 
@@ -273,6 +277,42 @@ def open_session(adapter: FuseAdapter, fd: int) -> None:
     """Prepare this process's one FUSE session on an open descriptor, which pyfuse3 goes on to use
     by its number."""
     pyfuse3.init(adapter, f"/dev/fd/{fd}", set())
+
+
+class RememberedNames:
+    """What the kernel remembers of this process's one session, for whoever wants it forgotten."""
+
+    def __init__(self, fd: int) -> None:
+        """`fd` is the session's own."""
+        self._fd = fd
+
+    async def forget(self, stale: StaleNames) -> None:
+        """Let the kernel ask again for these names and their attributes. Pages stay, and nothing
+        waits for one that a read holds."""
+        if stale.is_everything and self._begin_epoch():
+            return
+        # In a thread, since the kernel waits for requests in the same directory, which we answer.
+        await trio.to_thread.run_sync(_invalidate, stale.names, abandon_on_cancel=True)
+
+    def _begin_epoch(self) -> bool:
+        """Every name at once, which kernels can since 6.16."""
+        try:
+            os.write(self._fd, _FUSE_NOTIFY_INC_EPOCH)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+        return True
+
+
+def _invalidate(names: Sequence[tuple[int, bytes, int]]) -> None:
+    for parent_ino, name, ino in names:
+        # The kernel may never have known them, or may have forgotten them already.
+        with suppress(FileNotFoundError):
+            pyfuse3.invalidate_entry(InodeT(parent_ino), FileNameT(name))
+        if ino:
+            with suppress(FileNotFoundError):
+                pyfuse3.invalidate_inode(InodeT(ino), attr_only=True)
 
 
 async def serve_session() -> None:

@@ -21,7 +21,7 @@ from typing import Final
 import trio
 
 from trainmount_files.errors import VolumeError
-from trainmount_files.volume import FileStat, Volume
+from trainmount_files.volume import Volume
 from trainmount_fuse.attributes import (
     AttributeChanges,
     Attributes,
@@ -31,7 +31,7 @@ from trainmount_fuse.attributes import (
 )
 from trainmount_fuse.blocks import BlockCache, CacheStatistics
 from trainmount_fuse.content import Content
-from trainmount_fuse.core import Core, decode_name, file_key, state_paths
+from trainmount_fuse.core import Core, decode_name, state_paths
 from trainmount_fuse.handles import HandleTable
 from trainmount_fuse.inodes import Inode, InodeTable
 from trainmount_fuse.journal import Journal
@@ -46,7 +46,9 @@ from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.source import look_at_root
 from trainmount_fuse.staging import FilesNotUploaded, Staging
 from trainmount_fuse.state import Intents, get_meta, open_database, set_meta
+from trainmount_fuse.streaming import Streaming
 from trainmount_fuse.workers import TreeLock, Workers
+from trainmount_fuse.xattrs import ExtendedAttributes
 
 __all__ = ["FailedFile", "Filesystem"]
 
@@ -57,8 +59,6 @@ _STATFS_BYTES: Final = 1 << 50
 """A volume has no size. A pebibyte free keeps installers and `df` content."""
 
 _STATFS_FILES: Final = 1 << 32
-_XATTR_PREFIX: Final = "user.trainmount."
-_XATTRS: Final = ("cached_bytes", "path", "state", "version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,7 @@ class Filesystem:
         Raises FilesNotUploaded, after everything is freed, where something could not be uploaded.
         """
         core = self._started()
-        await self._recovered.wait()
-        async with trio.open_nursery() as nursery:
-            for ino in core.staging.inos():
-                nursery.start_soon(self._upload_at_stop, core.inodes.get(ino))
-            # Programs were told that these failed; it costs nothing to try once more.
-            nursery.start_soon(self._recovery.upload, self._recovery.failed_again())
+        await self.upload_all()
         unsent = core.staging.unsent()
         await core.workers.call(core.prefetcher.close)
         core.staging.close()
@@ -116,6 +111,23 @@ class Filesystem:
         self._core = None
         if unsent:
             raise FilesNotUploaded(unsent)
+
+    @property
+    def core(self) -> Core:
+        """The parts, for who looks at the mount as a whole. Raises OSError ENOTCONN."""
+        return self._started()
+
+    async def upload_all(self) -> None:
+        """Upload what is not uploaded yet, and once more what failed before. What could not be is
+        still in the staging directory then.
+        """
+        core = self._started()
+        await self._recovered.wait()
+        async with trio.open_nursery() as nursery:
+            for ino in core.staging.inos():
+                nursery.start_soon(self._upload_one, core.inodes.get(ino))
+            # Programs were told that these failed; it costs nothing to try once more.
+            nursery.start_soon(self._recovery.upload, self._recovery.failed_again())
 
     # Names and attributes
 
@@ -322,39 +334,20 @@ class Filesystem:
         )
 
     async def getxattr(self, ino: int, name: bytes) -> bytes:
-        """`user.trainmount.*`: `version`, `path`, `state` (clean, dirty), `cached_bytes`. Else
-        ENODATA.
-        """
-        core = self._started()
-        inode = core.inodes.get(ino)
-        key = name.decode(errors="replace")
-        field = key.removeprefix(_XATTR_PREFIX)
-        if field == key or field not in _XATTRS or inode.is_directory:
-            raise OSError(errno.ENODATA, "no such attribute")
-        if field == "path":
-            return core.inodes.path_of(inode).encode()
-        staged = core.staged(inode)
-        if field == "state":
-            return b"clean" if staged is None else staged.state.value.encode()
-        if inode.stat is None:
-            raise OSError(errno.ENODATA, "the file is not in the store yet")
-        if field == "version":
-            return inode.stat.version.encode()
-        return str(await core.workers.call(_cached_bytes, core.blocks, inode.stat)).encode()
+        """What the mount knows of the file, as `user.trainmount.*` (xattrs.py). Else ENODATA."""
+        return await ExtendedAttributes(self._started()).get(ino, name)
 
     async def listxattr(self, ino: int) -> list[bytes]:
         """The names that `getxattr` knows."""
-        if self._started().inodes.get(ino).is_directory:
-            return []
-        return [f"{_XATTR_PREFIX}{name}".encode() for name in _XATTRS]
+        return await ExtendedAttributes(self._started()).names(ino)
 
     async def setxattr(self, ino: int, name: bytes, value: bytes) -> None:  # noqa: ARG002
         """A volume keeps no attributes: EOPNOTSUPP, over which mv(1) and cp(1) are silent."""
-        self._refuse_xattr(ino)
+        ExtendedAttributes(self._started()).refuse_change(ino)
 
     async def removexattr(self, ino: int, name: bytes) -> None:  # noqa: ARG002
         """As `setxattr`."""
-        self._refuse_xattr(ino)
+        ExtendedAttributes(self._started()).refuse_change(ino)
 
     # Seeing
 
@@ -380,16 +373,12 @@ class Filesystem:
         finally:
             self._recovered.set()
 
-    async def _upload_at_stop(self, inode: Inode) -> None:
+    async def _upload_one(self, inode: Inode) -> None:
         try:
             await self._content.upload(inode)
         except (VolumeError, OSError) as error:
             fields = {"ino": inode.ino, "reason": str(error)}
             log.error("A file is not uploaded yet; its bytes are kept", extra=fields)
-
-    def _refuse_xattr(self, ino: int) -> None:
-        self._started().inodes.get(ino)
-        raise OSError(errno.EOPNOTSUPP, "a volume keeps no extended attributes")
 
 
 def _open_core(volume: Volume, settings: MountSettings) -> Core:
@@ -408,11 +397,12 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
     )
     workers = Workers(settings.num_worker_threads)
     inodes = InodeTable(database)
+    memory, journal = MemoryBudget(settings.memory_bytes), Journal(journal_path)
     return Core(
         volume=volume,
         settings=settings,
         workers=workers,
-        memory=MemoryBudget(),
+        memory=memory,
         tree=TreeLock(),
         inodes=inodes,
         handles=HandleTable(database, settings.mount_id),
@@ -428,17 +418,10 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
         ),
         staging=Staging(
             staging_path,
-            Journal(journal_path),
+            journal,
+            streaming=Streaming(volume, journal, memory, from_bytes=settings.stream_from_bytes),
             free_disk_floor_bytes=settings.free_disk_floor_bytes,
             free_space=blocks.free_space,
         ),
         made_ns=int(get_meta(database, "made_ns") or 0),
     )
-
-
-def _cached_bytes(blocks: BlockCache, stat: FileStat) -> int:
-    file = blocks.open(file_key(stat))
-    try:
-        return blocks.cached_bytes_of(file)
-    finally:
-        blocks.release(file)

@@ -148,6 +148,14 @@ class Metadata:
         # A listing without the name would call it absent.
         known.listed_at = -math.inf
 
+    def forget(self, directory_ino: int) -> None:
+        """Ask again for every name in the directory."""
+        known = self._directories.pop(directory_ino, None)
+        if known is not None:
+            # Whoever is listing it now keeps nothing of that.
+            known.last_change = time.monotonic()
+            self._num_entries -= len(known.entries)
+
     def clear(self) -> None:
         """Forget everything, as after a directory was moved."""
         for known in self._directories.values():
