@@ -1,5 +1,5 @@
 """The mount's command line: `mount` and `serve` for people and pods; session/cli.py has what ends
-and renews a mount.
+and renews a mount, control/command_line.py what looks at one and asks it for something.
 
 Bad arguments, a missing volume or a mountpoint that cannot be used give one line and exit code 2,
 and leave nothing behind. Modules that drag in libfuse or an HTTP client are imported by the
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
+from trainmount_fuse.control.command_line import add_control_commands
 from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.options import (
     add_log_options,
@@ -74,6 +75,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     serve.add_argument("--stop-timeout", type=float, default=120.0, metavar="SECONDS")
     serve.set_defaults(run=_serve)
     add_session_commands(commands)
+    add_control_commands(commands)
     commands.add_parser(
         "self-test", help="tell whether mounts survive their daemon here"
     ).set_defaults(run=_self_test)

@@ -26,7 +26,9 @@ from typing import Any, Final
 import trio
 
 from trainmount_files import Unavailable, VolumeError
-from trainmount_fuse.adapter import FuseAdapter, open_session, serve_session
+from trainmount_fuse.adapter import FuseAdapter, RememberedNames, open_session, serve_session
+from trainmount_fuse.control.commands import Commands
+from trainmount_fuse.control.server import serve_control
 from trainmount_fuse.filesystem import Filesystem
 from trainmount_fuse.session.exit_codes import (
     EXIT_AWAY,
@@ -101,7 +103,9 @@ def run_daemon(
     except (SettingsError, VolumeError) as error:
         logger.error("the mount's settings are wrong", extra={"reason": str(error)})
         return EXIT_CONFIGURATION
-    generation = _Generation(control, fuse_fd, decoded_init(message["init"]), filesystem)
+    # A filesystem that a caller made has no parts that commands know.
+    settings = settings_of(configuration) if make_filesystem is None else None
+    generation = _Generation(control, fuse_fd, decoded_init(message["init"]), filesystem, settings)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         # What stands again when nobody listens any more: whoever ends already needs no telling.
         signal.signal(number, signal.SIG_IGN)
@@ -126,12 +130,19 @@ class _Generation:
     """The life of one daemon process."""
 
     def __init__(
-        self, control: socket.socket, fuse_fd: int, init_request: bytes, filesystem: Filesystem
+        self,
+        control: socket.socket,
+        fuse_fd: int,
+        init_request: bytes,
+        filesystem: Filesystem,
+        settings: MountSettings | None,
     ) -> None:
+        """Commands are answered where there are `settings`."""
         self._control = control
         self._fuse_fd = fuse_fd
         self._init_request = init_request
         self._filesystem = filesystem
+        self._settings = settings
         self._reason = _Reason.UNMOUNTED
         self._scope = trio.CancelScope()
         self._ends = trio.Event()
@@ -140,7 +151,8 @@ class _Generation:
         # The number `near` is what pyfuse3 keeps; what stands behind it changes in _take_over.
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         near, far = pair[0].detach(), pair[1]
-        open_session(FuseAdapter(self._filesystem), near)
+        adapter = FuseAdapter(self._filesystem)
+        open_session(adapter, near)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._give_signs)
             with far:
@@ -152,8 +164,15 @@ class _Generation:
             nursery.start_soon(self._end_without_the_store)
             limits = self._take_over(near, reply, role)
             send(self._control, {"state": "ready", "pid": os.getpid(), "kernel": limits})
-            with self._scope:
-                await serve_session()
+            async with trio.open_nursery() as commands:
+                if self._settings is not None:
+                    kernel = RememberedNames(near)
+                    answers = Commands(self._filesystem, adapter.requests, kernel)
+                    commands.start_soon(serve_control, answers, self._settings)
+                with self._scope:
+                    await serve_session()
+                # What they use is freed next.
+                commands.cancel_scope.cancel()
             logger.info("the daemon ends", extra={"reason": self._reason.value})
             code = await self._finish()
             nursery.cancel_scope.cancel()
