@@ -62,7 +62,7 @@ class Content:
         truncates = bool(flags & os.O_TRUNC)
         if truncates or flags & os.O_ACCMODE != os.O_RDONLY:
             core.require_writable()
-        if core.staged(inode) is None:
+        if core.unsent(inode) is None:
             await self._validate(inode, truncates=truncates)
         handle = core.handles.open(inode.ino, flags)
         if truncates:
@@ -191,7 +191,7 @@ class Content:
             current = inode
         else:
             current = await core.refresh(inode, core.settings.open_timeout_seconds)
-        if core.staged(current) is not None and current is inode:
+        if core.unsent(current) is not None and current is inode:
             return
         is_known = current.stat is not None and current.told == current.stat.version
         # A size that the kernel has wrong does not matter to who cuts the file to nothing.
@@ -216,7 +216,7 @@ class Content:
         """
         core = self._core
         staged = core.staged(inode)
-        if staged is not None:
+        if staged is not None and inode.link is not Link.REPLACED:
             return staged
         stat = inode.stat
         if inode.link is not Link.LINKED or stat is None:

@@ -27,7 +27,7 @@ from trainmount_fuse.blocks import BlockCache
 from trainmount_fuse.errno import errno_of_transfer
 from trainmount_fuse.handles import HandleTable
 from trainmount_fuse.inodes import Inode, InodeTable, Link
-from trainmount_fuse.journal import journal_path
+from trainmount_fuse.journal import StagedState, journal_path
 from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.metadata import Metadata, is_valid_name
 from trainmount_fuse.prefetch import Prefetcher
@@ -87,17 +87,25 @@ class Core:
         """The local bytes of the inode; None where the store's are all there is."""
         return self.staging.find(inode.ino)
 
+    def unsent(self, inode: Inode) -> StagedFile | None:
+        """The local bytes of the inode where the store lacks them: what the store says does not
+        count then.
+        """
+        staged = self.staged(inode)
+        return None if staged is None or staged.state is StagedState.CLEAN else staged
+
     def staged_child(self, directory: Inode, name: str) -> Inode | None:
         """The inode at a name whose local bytes the store does not have yet, or not as they are."""
         child = self.inodes.find_child(directory.ino, name)
-        if child is not None and self.staged(child) is not None:
+        if child is not None and self.unsent(child) is not None:
             return child
         return None
 
     def staged_children(self, directory: Inode) -> list[Inode]:
-        """Every inode in the directory with local bytes."""
+        """Every inode in the directory with local bytes that the store lacks."""
         found = [self.inodes.get(ino) for ino in self.staging.inos()]
-        return [one for one in found if one.link is Link.LINKED and one.parent_ino == directory.ino]
+        here = [one for one in found if one.link is Link.LINKED]
+        return [one for one in here if one.parent_ino == directory.ino and self.unsent(one)]
 
     async def resolve(
         self, directory: Inode, name: str, max_age_seconds: float
@@ -108,7 +116,7 @@ class Core:
         """
         now = time.monotonic()
         child = self.inodes.find_child(directory.ino, name)
-        if child is not None and self.staged(child) is not None:
+        if child is not None and self.unsent(child) is not None:
             return child, now
         is_fresh = child is not None and now - child.checked_at < max_age_seconds
         if child is not None and child.stat is not None and is_fresh:
@@ -129,12 +137,16 @@ class Core:
         inode = self.inodes.ensure_child(directory.ino, name, is_directory=stat.is_directory)
         if asked_at < inode.checked_at:
             return inode
-        if not inode.is_directory and self.staged(inode) is not None:
+        if not inode.is_directory and self.unsent(inode) is not None:
             return inode
         known = inode.stat
-        if known is not None and known.version != stat.version and self.handles.is_open(inode.ino):
+        if known is not None and known.version != stat.version:
+            # Always another inode: of two answers that tell one inode's size, the kernel may believe
+            # the older, and two that open at once would mix the new bytes with the old size.
+            mode = inode.mode
             self.inodes.detach(inode, Link.REPLACED)
             inode = self.inodes.ensure_child(directory.ino, name, is_directory=False)
+            inode.mode = mode
         elif known is not None and not stat.is_directory and _is_same_file(known, stat):
             # A store may tell one file's time in different resolutions; the first one stands.
             stat = known
@@ -163,17 +175,26 @@ class Core:
         if inode.link is Link.LINKED and inode.ino != ROOT_INO:
             self.metadata.note_unknown(inode.parent_ino, inode.name)
 
-    def drop_unused(self, inode: Inode) -> None:
-        """Let an inode that the kernel has forgotten leave memory where nobody here needs it."""
-        is_used = self.handles.is_open(inode.ino) or self.staged(inode) is not None
-        if not is_used and not inode.lock.locked():
-            self.inodes.drop(inode)
+    def is_used(self, inode: Inode) -> bool:
+        """Whether anybody here needs the inode although the kernel may have forgotten it."""
+        return (
+            inode.is_locked
+            or self.handles.is_open(inode.ino)
+            or self.staging.find(inode.ino) is not None
+        )
 
     def negative(self, asked_at: float) -> Attributes:
         """The answer for a name that was not there at `asked_at`."""
         age = time.monotonic() - asked_at
         timeout = max(0.0, self.settings.negative_timeout_seconds - age)
         return Attributes(0, entry_timeout_seconds=timeout)
+
+    def shown_version(self, inode: Inode) -> str:
+        """The version whose content the inode shows; empty for local bytes that the store lacks."""
+        staged = self.staged(inode)
+        if inode.stat is None or (staged is not None and staged.state is not StagedState.CLEAN):
+            return ""
+        return inode.stat.version
 
     def attributes(self, inode: Inode) -> Attributes:
         """What `stat` shows now; from here on the kernel knows this version of it."""
@@ -184,17 +205,20 @@ class Core:
         attr_timeout = self.settings.attr_timeout_seconds
         if staged is not None:
             size, mtime_ns = staged.size_bytes, staged.mtime_ns
-            version = ""
             # The store gives the file another time when it arrives there.
             age = attr_timeout = 0.0
         elif inode.stat is not None:
             size, mtime_ns = inode.stat.size_bytes, inode.stat.mtime_ns
-            version = inode.stat.version
             if not self.handles.is_open(inode.ino):
                 attr_timeout = max(0.0, attr_timeout - age)
         else:
             raise OSError(errno.ESTALE, "nothing is known of this inode any more")
-        if inode.set_mtime_ns is not None and inode.set_version == version:
+        version = self.shown_version(inode)
+        versions = {version}
+        if staged is not None:
+            # A local change takes a set time away: what is left was set on these bytes.
+            versions |= {"", "" if inode.stat is None else inode.stat.version}
+        if inode.set_mtime_ns is not None and inode.set_version in versions:
             mtime_ns = inode.set_mtime_ns
         inode.told = version
         mode = self.settings.file_mode if inode.mode is None else inode.mode

@@ -44,6 +44,7 @@ from trainmount_fuse.reading import Reading
 from trainmount_fuse.recovery import Recovery
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.source import look_at_root
+from trainmount_fuse.spool import Spool
 from trainmount_fuse.staging import FilesNotUploaded, Staging
 from trainmount_fuse.state import Intents, get_meta, open_database, set_meta
 from trainmount_fuse.streaming import Streaming
@@ -88,11 +89,13 @@ class Filesystem:
         Raises OSError where the cache or state directory cannot be used.
         """
         core = await trio.to_thread.run_sync(_open_core, self._volume, self._settings)
+        if not core.handles.is_successor:
+            core.inodes.delete_all_plain()
         self._core = core
         self._reading = Reading(core)
         self._content = Content(core, self._reading)
         self._namespace = Namespace(core, self._content)
-        self._listing = Listing(core)
+        self._listing = Listing(core, Spool(core.settings.state_dir / "listings"))
         self._recovery = Recovery(core, self._content)
         trio.lowlevel.spawn_system_task(self._recover, self._recovery.sort())
 
@@ -159,10 +162,7 @@ class Filesystem:
         ignored.
         """
         core = self._started()
-        for ino, count in lookups:
-            inode = core.inodes.known(ino)
-            if inode is not None and core.inodes.forget(inode, count):
-                core.drop_unused(inode)
+        core.inodes.forget(lookups, core.is_used)
 
     async def getattr(self, ino: int, fh: int | None = None) -> Attributes:  # noqa: ARG002
         """An open file shows the version it is open at, or its local bytes."""
@@ -197,8 +197,7 @@ class Filesystem:
             inode.atime_ns = changes.atime_ns
         if changes.mtime_ns is not None:
             inode.set_mtime_ns = changes.mtime_ns
-            is_local = core.staged(inode) is not None or inode.stat is None
-            inode.set_version = "" if is_local or inode.stat is None else inode.stat.version
+            inode.set_version = core.shown_version(inode)
         core.inodes.save(inode)
         return core.attributes(inode)
 
@@ -261,10 +260,10 @@ class Filesystem:
         return core.handles.open(core.directory(ino).ino, os.O_RDONLY, is_directory=True).fh
 
     async def readdir(self, fh: int, start_id: int) -> Iterator[DirEntry]:
-        """The entries after `start_id` (0: from the start, seen anew), without `.` and `..`.
+        """Some entries behind `start_id` (0: from the start, seen anew); none at the end.
 
-        Entries come in order of their inode numbers, so that `next_id` means the same in a
-        successor and while names come and go.
+        `next_id` means the same for as long as the handle is open and not rewound: in a successor
+        and while names come and go. Each entry but `.` and `..` counts one lookup of its inode.
         """
         core = self._started()
         handle = core.handles.get(fh)
@@ -279,6 +278,7 @@ class Filesystem:
         core = self._started()
         handle = core.handles.find(fh)
         if handle is not None:
+            self._listing.close(handle)
             core.handles.release(handle)
 
     async def mkdir(self, parent_ino: int, name: bytes, mode: int) -> Attributes:

@@ -12,8 +12,8 @@ import sqlite3
 from dataclasses import dataclass, field
 from typing import Final
 
-from trainmount_files.volume import FileStat
 from trainmount_fuse.prefetch import Streams
+from trainmount_fuse.spool import Cursor
 from trainmount_fuse.state import get_meta, set_meta
 
 __all__ = ["Handle", "HandleTable"]
@@ -32,10 +32,8 @@ class Handle:
     streams: Streams = field(default_factory=Streams)
     """Where readers of this handle are, for read-ahead; starts anew in a successor."""
 
-    listing: list[tuple[int, str, FileStat | None, float]] | None = None
-    """Of a directory, as the last rewind saw it, in order of ino: (ino, name, what the store said
-    and when it was asked). None for the store's word: local bytes only.
-    """
+    cursor: Cursor | None = None
+    """Of a directory: how far it was read; None before the first read in this process."""
 
     @property
     def is_writable(self) -> bool:
@@ -110,6 +108,10 @@ class HandleTable:
         """The handle that was opened last on the inode; None where none is open."""
         held = self._by_ino.get(ino)
         return self._by_fh[max(held)] if held else None
+
+    def open_fhs(self) -> list[int]:
+        """Every open handle, at this moment."""
+        return list(self._by_fh)
 
     def open_inos(self) -> list[int]:
         """Every inode with an open handle, at this moment."""

@@ -1,10 +1,12 @@
 """Inode numbers: which number is which name, kept in `state.db`, so that a successor means the
 same by them.
 
-A row is (parent's number, name), never a path: renaming a directory moves one row. Numbers are
-never used twice. Memory holds the inodes the kernel knows; one that is not in memory is read from
-the database, so lookup counts only decide what may leave memory, and a FORGET of counts that a
-predecessor gave is harmless. Used by the event loop's thread only; no method awaits.
+A row is (parent's number, name), never a path: renaming a directory moves one row. A number
+is derived from that, so that the same name gets the same number again although its row was deleted
+when the kernel forgot it. Rows that say more than that stay: of renamed files, and of files whose
+mode or times were set. Memory holds some of the inodes the kernel knows; one that is not in memory
+is read from the database, so lookup counts only decide what may leave, and a FORGET of counts that
+a predecessor gave is harmless. Used by the event loop's thread only; no method awaits.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ from __future__ import annotations
 import errno
 import math
 import sqlite3
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import IntEnum
+from hashlib import blake2b
+from itertools import count
 from typing import Final
+from weakref import WeakValueDictionary
 
 import trio
 
@@ -24,7 +29,16 @@ from trainmount_fuse.attributes import ROOT_INO
 
 __all__ = ["Inode", "InodeTable", "Link"]
 
-_MAX_IN_MEMORY: Final = 500_000
+_MAX_IN_MEMORY: Final = 50_000
+"""At some 500 bytes each."""
+
+_NUMBER_BITS: Final = 52
+"""Of an inode number: what a floating-point number holds exactly, as JSON readers do."""
+
+
+_IS_PLAIN: Final = (
+    "is_derived = 1 AND link = 0 AND mode IS NULL AND atime_ns IS NULL AND set_mtime_ns IS NULL"
+)
 
 
 class Link(IntEnum):
@@ -38,7 +52,7 @@ class Link(IntEnum):
     """Its name holds another version now, put there by somebody else; open handles are stale."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Inode:
     """One number the kernel knows. Mutable; its owner is the event loop's thread."""
 
@@ -83,10 +97,20 @@ class Inode:
 
     set_version: str = ""
     lookup_count: int = 0
+    _lock: trio.Lock | None = None
 
-    lock: trio.Lock = field(default_factory=trio.Lock)
-    """Of a file: held while its content or name changes. Of a directory: while names in it change.
-    """
+    @property
+    def lock(self) -> trio.Lock:
+        """Of a file: held while its content or name changes. Of a directory: while names in it
+        change.
+        """
+        if self._lock is None:
+            self._lock = trio.Lock()
+        return self._lock
+
+    @property
+    def is_locked(self) -> bool:
+        return self._lock is not None and self._lock.locked()
 
 
 class InodeTable:
@@ -94,7 +118,7 @@ class InodeTable:
 
     SCHEMA: Final = """
     CREATE TABLE IF NOT EXISTS inodes (
-        ino INTEGER PRIMARY KEY AUTOINCREMENT,
+        ino INTEGER PRIMARY KEY,
         parent_ino INTEGER,            -- NULL together with name: no longer in the tree
         name TEXT,
         is_directory INTEGER NOT NULL,
@@ -107,13 +131,20 @@ class InodeTable:
         atime_ns INTEGER,
         set_mtime_ns INTEGER,
         set_version TEXT NOT NULL DEFAULT '',
+        is_derived INTEGER NOT NULL DEFAULT 0,  -- the number follows from parent, name and kind
         UNIQUE (parent_ino, name)
     );
     """
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
+        columns = {row[1] for row in database.execute("PRAGMA table_info(inodes)")}
+        if "is_derived" not in columns:
+            # Made by an earlier release.
+            database.execute("ALTER TABLE inodes ADD COLUMN is_derived INTEGER NOT NULL DEFAULT 0")
         self._by_ino: dict[int, Inode] = {}
+        self._dropped: WeakValueDictionary[int, Inode] = WeakValueDictionary()
+        """Left memory while some task still has them: nobody may make a second one."""
         self._by_name: dict[tuple[int, str], Inode] = {}
         database.execute(
             "INSERT OR IGNORE INTO inodes (ino, is_directory) VALUES (?, 1)", (ROOT_INO,)
@@ -148,22 +179,17 @@ class InodeTable:
             self.detach(inode, Link.REPLACED)
             inode = None
         if inode is None:
-            cursor = self._database.execute(
-                "INSERT INTO inodes (parent_ino, name, is_directory) VALUES (?, ?, ?)",
-                (parent_ino, name, int(is_directory)),
-            )
-            inode = Inode(cursor.lastrowid or 0, parent_ino, name, is_directory)
-            self._remember(inode)
+            inode = self._make(parent_ino, name, is_directory=is_directory)
         return inode
 
     def ensure_children(self, parent_ino: int, children: Iterable[tuple[str, bool]]) -> None:
         """`ensure_child` for a whole listing in one transaction."""
-        self._database.execute("BEGIN")
-        try:
+
+        def ensure() -> None:
             for name, is_directory in children:
                 self.ensure_child(parent_ino, name, is_directory=is_directory)
-        finally:
-            self._database.execute("COMMIT")
+
+        self._batch(ensure)
 
     def path_of(self, inode: Inode) -> str:
         """Path below the volume's root. Raises OSError ESTALE where it hangs in no tree
@@ -190,7 +216,7 @@ class InodeTable:
         self._by_name.pop((inode.parent_ino, inode.name), None)
         inode.parent_ino, inode.name = parent_ino, name
         self._database.execute(
-            "UPDATE inodes SET parent_ino = ?, name = ? WHERE ino = ?",
+            "UPDATE inodes SET parent_ino = ?, name = ?, is_derived = 0 WHERE ino = ?",
             (parent_ino, name, inode.ino),
         )
         self._remember(inode)
@@ -225,20 +251,51 @@ class InodeTable:
             ),
         )
 
-    def forget(self, inode: Inode, count: int) -> bool:
-        """The kernel dropped `count` lookups; tells whether it holds none that we know of."""
-        inode.lookup_count = max(0, inode.lookup_count - count)
-        return inode.lookup_count == 0
+    def forget(self, lookups: Iterable[tuple[int, int]], is_used: Callable[[Inode], bool]) -> None:
+        """The kernel dropped that many lookups of each number.
+
+        What it holds no more and nobody here uses leaves memory, and a file whose row says nothing
+        that its name would not get again leaves the database. Were one of them known to the kernel
+        after all, it would ask for the name again and get the same number. A directory has files
+        below that rely on it, so its row stays until the next mount.
+        """
+        gone: list[tuple[int]] = []
+        for ino, num_lookups in lookups:
+            inode = self.known(ino)
+            if inode is not None:
+                inode.lookup_count = max(0, inode.lookup_count - num_lookups)
+                if inode.lookup_count or is_used(inode):
+                    continue
+                self.drop(inode)
+            gone.append((ino,))
+        if gone:
+            statement = f"DELETE FROM inodes WHERE ino = ? AND is_directory = 0 AND {_IS_PLAIN}"  # noqa: S608
+            self._batch(lambda: self._database.executemany(statement, gone))
 
     def drop(self, inode: Inode) -> None:
         """Let the inode leave memory; where it hangs in no tree, for ever."""
         if inode.ino == ROOT_INO:
             return
-        self._by_ino.pop(inode.ino, None)
+        if self._by_ino.pop(inode.ino, None) is not None and inode.link is Link.LINKED:
+            self._dropped[inode.ino] = inode
         if self._by_name.get((inode.parent_ino, inode.name)) is inode:
             del self._by_name[inode.parent_ino, inode.name]
         if inode.link is not Link.LINKED:
             self._database.execute("DELETE FROM inodes WHERE ino = ?", (inode.ino,))
+
+    def delete_all_plain(self) -> None:
+        """Before the first request of a new mount: the kernel knows no number yet."""
+        self._database.execute(f"DELETE FROM inodes WHERE {_IS_PLAIN}")  # noqa: S608
+
+    def trim(self, is_used: Callable[[Inode], bool]) -> None:
+        """Let inodes that nobody uses leave memory, the oldest first, where they are too many."""
+        if len(self._by_ino) <= _MAX_IN_MEMORY:
+            return
+        surplus = len(self._by_ino) - _MAX_IN_MEMORY * 3 // 4
+        for inode in list(self._by_ino.values()):
+            if surplus and not is_used(inode):
+                self.drop(inode)
+                surplus -= 1
 
     def in_memory(self) -> list[Inode]:
         """The inodes held in memory, at this moment."""
@@ -246,20 +303,40 @@ class InodeTable:
 
     def known(self, ino: int) -> Inode | None:
         """The inode if it is in memory; never asks the database."""
-        return self._by_ino.get(ino)
-
-    def is_crowded(self) -> bool:
-        """Memory holds more inodes than it should; the caller drops some that nobody uses."""
-        return len(self._by_ino) > _MAX_IN_MEMORY
+        return self._by_ino.get(ino) or self._dropped.get(ino)
 
     def close(self) -> None:
         """Close the database that handles and intents share. No other call may follow."""
         self._database.close()
 
     def _remember(self, inode: Inode) -> None:
+        self._dropped.pop(inode.ino, None)
         self._by_ino[inode.ino] = inode
         if inode.link is Link.LINKED:
             self._by_name[inode.parent_ino, inode.name] = inode
+
+    def _batch(self, work: Callable[[], object]) -> None:
+        self._database.execute("BEGIN")
+        try:
+            work()
+        finally:
+            self._database.execute("COMMIT")
+
+    def _make(self, parent_ino: int, name: str, *, is_directory: bool) -> Inode:
+        for salt in count():
+            ino = _derived(parent_ino, name, is_directory, salt)
+            if ino in self._by_ino or ino in self._dropped:
+                continue
+            cursor = self._database.execute(
+                "INSERT INTO inodes (ino, parent_ino, name, is_directory, is_derived)"
+                " VALUES (?, ?, ?, ?, ?) ON CONFLICT (ino) DO NOTHING",
+                (ino, parent_ino, name, int(is_directory), int(not salt)),
+            )
+            if cursor.rowcount:
+                break
+        inode = Inode(ino, parent_ino, name, is_directory)
+        self._remember(inode)
+        return inode
 
     def _load(self, condition: str, values: tuple[int | str, ...]) -> Inode | None:
         row = self._database.execute(
@@ -269,6 +346,10 @@ class InodeTable:
         ).fetchone()
         if row is None:
             return None
+        held = self._dropped.get(row[0])
+        if held is not None:
+            self._remember(held)
+            return held
         stat = None
         if row[5] is not None:
             stat = FileStat(row[5], bool(row[3]), row[6], row[7], row[8])
@@ -286,3 +367,10 @@ class InodeTable:
         )
         self._remember(inode)
         return inode
+
+
+def _derived(parent_ino: int, name: str, is_directory: bool, salt: int) -> int:
+    text = f"{parent_ino}/{int(is_directory)}/{salt}/{name}"
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    # 0 is no inode, 1 the root.
+    return (int.from_bytes(digest) >> (64 - _NUMBER_BITS)) | 2

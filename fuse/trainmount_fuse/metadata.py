@@ -3,45 +3,121 @@
 `core` asks here before it believes anything. All state belongs to the event loop's thread. An
 answer that was asked for before a local change of the same name is thrown away: between asking and
 answering, the change may or may not have been seen.
+
+A directory is read page by page (`Reading`), as far as somebody wants to see it. Whoever comes
+while a reading that is young enough is under way shares it. One that reached the end, and is not
+too large to keep, answers for single names, too.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import trio
 
-from trainmount_files.errors import NotADirectory, NotFound
-from trainmount_files.volume import FileStat, Volume, list_directory
+from trainmount_files.errors import NotADirectory, NotFound, Unavailable
+from trainmount_files.volume import FileStat, Page, Volume
 from trainmount_fuse.inodes import Inode, InodeTable
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.workers import Workers
 
-__all__ = ["Listed", "Metadata", "is_valid_name"]
+__all__ = ["Metadata", "MetadataStatistics", "ReadPage", "Reading", "is_valid_name"]
+
+log = logging.getLogger(__name__)
 
 NAME_MAX_BYTES: Final = 255
 
-_MAX_ENTRIES: Final = 500_000
+_MAX_ENTRIES: Final = 150_000
+"""Entries of all listings that are kept, at some 400 bytes each."""
+
+_MAX_KEPT: Final = 100_000
+"""Entries of one listing that is kept."""
+
+_MAX_DIRECTORIES: Final = 20_000
 _MAX_ABSENT: Final = 10_000
+_MAX_HIDDEN: Final = 10_000
 _MAX_ATTEMPTS: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A whole directory at one moment."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetadataStatistics:
+    """Counters since the start; a snapshot."""
 
-    entries: dict[str, FileStat]
+    num_stats: int
+    """Single names that the store was asked for."""
+
+    num_pages: int
+    """Pages of directories that the store was asked for."""
+
+    num_lookups: int
+    """Names that were asked for here."""
+
+    num_hits: int
+    """Of those, answered by what was known, as there."""
+
+    num_negative_hits: int
+    """The same, as not there."""
+
+    num_hidden: int
+    """Different names seen that no file system can show beside the others."""
+
+    num_entries: int
+    """Entries of the listings kept now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPage:
+    """The entries of one page that a file system can show."""
+
+    entries: tuple[FileStat, ...]
+    asked_at: float
+    """Monotonic time before it was asked for."""
+
+    next_token: str | None
+    """None: this is the last page."""
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """One reading of a directory, page by page; shared by all who read it meanwhile."""
+
+    directory_ino: int
+    path: str
     asked_at: float
     """Monotonic time before the first page was asked for."""
+
+    tokens: list[str | None] = field(default_factory=lambda: [None])
+    """By which each page is asked for."""
+
+    pages: list[ReadPage | None] = field(default_factory=list)
+    """None: given up, because the directory is large."""
+
+    num_entries: int = 0
+    held: dict[str, FileStat] = field(default_factory=dict)
+    """Files of a bucket that a directory of the same name may still follow."""
+
+    lock: trio.Lock = field(default_factory=trio.Lock)
+    """Held while a page is asked for."""
+
+    @property
+    def is_kept(self) -> bool:
+        return self.num_entries <= _MAX_KEPT
 
 
 @dataclass(slots=True)
 class _Directory:
+    reading: Reading | None = None
+    """The newest one."""
+
     entries: dict[str, FileStat] = field(default_factory=dict)
+    """Of the last reading that is whole, and what came after it."""
+
     listed_at: float = -math.inf
     absent: dict[str, float] = field(default_factory=dict)
     """Name -> when it was known not to be there."""
@@ -50,8 +126,6 @@ class _Directory:
     """Name -> when this mount changed it last."""
 
     last_change: float = -math.inf
-    lock: trio.Lock = field(default_factory=trio.Lock)
-    """Held while listing, so that one listing serves all who wait."""
 
 
 class Metadata:
@@ -64,29 +138,69 @@ class Metadata:
         self._workers = workers
         self._inodes = inodes
         self._settings = settings
+        self._has_twins = not volume.capabilities.keeps_directories
         self._directories: OrderedDict[int, _Directory] = OrderedDict()
         self._num_entries = 0
-        self.num_hidden = 0
-        """Entries of the last listings whose names no file system can show."""
+        self._hidden: set[str] = set()
+        self._num_stats = self._num_pages = self._num_lookups = 0
+        self._num_hits = self._num_negative_hits = 0
 
-    async def list(self, directory: Inode) -> Listed:
-        """The directory's entries, no older than the directory timeout. Raises VolumeError,
-        OSError.
-        """
+    @property
+    def num_hidden(self) -> int:
+        """Different names seen that no file system can show beside the others."""
+        return len(self._hidden)
+
+    def statistics(self) -> MetadataStatistics:
+        """A snapshot of the counters."""
+        return MetadataStatistics(
+            num_stats=self._num_stats,
+            num_pages=self._num_pages,
+            num_lookups=self._num_lookups,
+            num_hits=self._num_hits,
+            num_negative_hits=self._num_negative_hits,
+            num_hidden=len(self._hidden),
+            num_entries=self._num_entries,
+        )
+
+    def reading(self, directory: Inode) -> Reading:
+        """A reading of the directory no older than the directory timeout."""
         known = self._directory(directory.ino)
-        async with known.lock:
+        now = time.monotonic()
+        newest = known.reading
+        if newest is not None and newest.is_kept:
+            age = now - newest.asked_at
+            if age < self._settings.directory_timeout_seconds:
+                return newest
+        known.reading = Reading(directory.ino, self._inodes.path_of(directory), now)
+        return known.reading
+
+    def reading_from(self, directory: Inode, token: str, asked_at: float) -> Reading:
+        """A reading that goes on where a predecessor's was; nobody shares it."""
+        path = self._inodes.path_of(directory)
+        return Reading(directory.ino, path, asked_at, tokens=[token], num_entries=_MAX_KEPT + 1)
+
+    async def page(self, reading: Reading, index: int) -> ReadPage:
+        """One page of a reading: any that was seen, or the one behind it. Raises VolumeError."""
+        async with reading.lock:
             now = time.monotonic()
-            if now - known.listed_at < self._settings.directory_timeout_seconds:
-                return Listed(known.entries, known.listed_at)
-            path = self._inodes.path_of(directory)
-            entries, num_hidden = await self._workers.call(_collect, self._volume, path)
-            self.num_hidden = num_hidden
-            if known.last_change < now:
-                self._num_entries += len(entries) - len(known.entries)
-                known.entries, known.listed_at = entries, now
-                known.absent.clear()
-                self._bound()
-            return Listed(entries, now)
+            if index < len(reading.pages):
+                page = reading.pages[index]
+                if page is not None:
+                    return page
+                answer = await self._ask(reading, index)
+                shown = self._shown(reading.path, answer.entries)
+                return ReadPage(shown, now, answer.next_page_token or None)
+            answer = await self._ask(reading, index)
+            token = answer.next_page_token or None
+            if token is not None and token in reading.tokens:
+                raise Unavailable("list", reading.path, "the store repeated a page token")
+            self._note_hidden(reading.path, answer.refused)
+            shown = self._shown(reading.path, answer.entries)
+            if self._has_twins:
+                shown = self._without_twins(reading, shown, is_last=token is None)
+            page = ReadPage(shown, now, token)
+            self._append(reading, page)
+            return page
 
     async def find(
         self, directory: Inode, name: str, max_age_seconds: float
@@ -98,23 +212,36 @@ class Metadata:
         OSError.
         """
         known = self._directory(directory.ino)
+        self._num_lookups += 1
         max_absence = min(max_age_seconds, self._settings.negative_timeout_seconds)
         for _attempt in range(_MAX_ATTEMPTS):
             now = time.monotonic()
             if now - known.absent.get(name, -math.inf) < max_absence:
+                self._num_negative_hits += 1
                 return None, known.absent[name]
             if name in known.entries:
                 if now - known.listed_at < max_age_seconds:
+                    self._num_hits += 1
                     return known.entries[name], known.listed_at
             elif now - known.listed_at < max_absence:
+                self._num_negative_hits += 1
                 return None, known.listed_at
             path = self._inodes.path_of(directory)
             path = f"{path}/{name}" if path else name
-            stat = await self._workers.call(_stat, self._volume, path)
+            self._num_stats += 1
+            twin = self._has_twins and self._was_directory(directory.ino, name)
+            stat = await self._workers.call(_stat, self._volume, path, self._has_twins, twin)
             if known.changed.get(name, -math.inf) < now:
                 break
         self._keep(known, name, stat, now)
         return stat, now
+
+    def listed(self, directory_ino: int) -> tuple[Mapping[str, FileStat], float]:
+        """The entries of the newest whole listing that is kept, and when it was asked for; none and
+        minus infinity where there is none. Asks nobody.
+        """
+        known = self._directories.get(directory_ino)
+        return ({}, -math.inf) if known is None else (known.entries, known.listed_at)
 
     def was_changed_since(self, parent_ino: int, name: str, asked_at: float) -> bool:
         """Whether this mount changed the name after that, so that an answer from then may not
@@ -122,6 +249,13 @@ class Metadata:
         """
         known = self._directories.get(parent_ino)
         return known is not None and known.changed.get(name, -math.inf) >= asked_at
+
+    def changed_since(self, parent_ino: int, asked_at: float) -> list[str]:
+        """The names in the directory that this mount changed after that."""
+        known = self._directories.get(parent_ino)
+        if known is None or known.last_change < asked_at:
+            return []
+        return [name for name, at in known.changed.items() if at >= asked_at]
 
     def note_present(self, parent_ino: int, name: str, stat: FileStat) -> None:
         """This mount put something at the name."""
@@ -147,19 +281,16 @@ class Metadata:
         known.absent.pop(name, None)
         # A listing without the name would call it absent.
         known.listed_at = -math.inf
+        known.reading = None
 
     def forget(self, directory_ino: int) -> None:
         """Ask again for every name in the directory."""
         known = self._directories.pop(directory_ino, None)
         if known is not None:
-            # Whoever is listing it now keeps nothing of that.
-            known.last_change = time.monotonic()
             self._num_entries -= len(known.entries)
 
     def clear(self) -> None:
         """Forget everything, as after a directory was moved."""
-        for known in self._directories.values():
-            known.last_change = time.monotonic()
         self._directories.clear()
         self._num_entries = 0
 
@@ -167,8 +298,89 @@ class Metadata:
         known = self._directories.get(ino)
         if known is None:
             known = self._directories[ino] = _Directory()
+            self._bound()
         self._directories.move_to_end(ino)
         return known
+
+    def _bound(self) -> None:
+        while len(self._directories) > 1 and (
+            self._num_entries > _MAX_ENTRIES or len(self._directories) > _MAX_DIRECTORIES
+        ):
+            _ino, oldest = self._directories.popitem(last=False)
+            self._num_entries -= len(oldest.entries)
+
+    async def _ask(self, reading: Reading, index: int) -> Page:
+        self._num_pages += 1
+        return await self._workers.call(self._volume.list_page, reading.path, reading.tokens[index])
+
+    def _append(self, reading: Reading, page: ReadPage) -> None:
+        reading.pages.append(page)
+        reading.num_entries += len(page.entries)
+        reading.tokens.append(page.next_token)
+        if not reading.is_kept:
+            # The last two stay, for readers that go side by side.
+            for index in range(len(reading.pages) - 2):
+                reading.pages[index] = None
+        elif page.next_token is None:
+            self._keep_whole(reading)
+
+    def _keep_whole(self, reading: Reading) -> None:
+        known = self._directory(reading.directory_ino)
+        if known.reading is not reading or known.last_change >= reading.asked_at:
+            return
+        entries = {stat.name: stat for page in reading.pages if page for stat in page.entries}
+        self._num_entries += len(entries) - len(known.entries)
+        known.entries, known.listed_at = entries, reading.asked_at
+        known.absent.clear()
+        self._bound()
+
+    def _shown(self, path: str, entries: Iterable[FileStat]) -> tuple[FileStat, ...]:
+        shown: list[FileStat] = []
+        for stat in entries:
+            if is_valid_name(stat.name):
+                shown.append(stat)
+            else:
+                self._note_hidden(path, (stat.name,))
+        return tuple(shown)
+
+    def _without_twins(
+        self, reading: Reading, page: tuple[FileStat, ...], *, is_last: bool
+    ) -> tuple[FileStat, ...]:
+        """A bucket can have a file and a directory of one name; the directory shows.
+
+        Keys come in their order, so that between `x` and `x/` only names can stand that begin with
+        `x` and a character before the slash: a file is held back until its directory cannot come.
+        """
+        shown: list[FileStat] = []
+        for stat in page:
+            key = stat.name + ("/" if stat.is_directory else "")
+            passed = [name for name in reading.held if not _is_between(name, key)]
+            shown.extend(reading.held.pop(name) for name in passed)
+            if not stat.is_directory:
+                reading.held[stat.name] = stat
+                continue
+            if reading.held.pop(stat.name, None) is not None:
+                self._note_hidden(reading.path, (stat.name,))
+            shown.append(stat)
+        if is_last:
+            shown.extend(reading.held.values())
+            reading.held.clear()
+        return tuple(shown)
+
+    def _was_directory(self, parent_ino: int, name: str) -> bool:
+        child = self._inodes.find_child(parent_ino, name)
+        return child is not None and child.is_directory
+
+    def _note_hidden(self, path: str, names: Iterable[str]) -> None:
+        for name in names:
+            whole = f"{path}/{name}"
+            if whole in self._hidden or len(self._hidden) >= _MAX_HIDDEN:
+                continue
+            self._hidden.add(whole)
+            log.warning(
+                "A name that no file system can show beside the others is hidden",
+                extra={"path": ascii(whole)[1:-1]},
+            )
 
     def _keep(self, known: _Directory, name: str, stat: FileStat | None, now: float) -> None:
         if stat is None:
@@ -187,16 +399,13 @@ class Metadata:
         now = time.monotonic()
         if len(known.changed) >= _MAX_ABSENT:
             known.changed = {n: at for n, at in known.changed.items() if now - at < 60}
+            # Who reads from here on must not be shown what a listing from before them says.
+            known.reading, known.listed_at = None, -math.inf
         known.changed[name] = known.last_change = now
 
     def _drop_entry(self, known: _Directory, name: str) -> None:
         if known.entries.pop(name, None) is not None:
             self._num_entries -= 1
-
-    def _bound(self) -> None:
-        while self._num_entries > _MAX_ENTRIES and len(self._directories) > 1:
-            _ino, oldest = self._directories.popitem(last=False)
-            self._num_entries -= len(oldest.entries)
 
 
 def is_valid_name(name: str) -> bool:
@@ -209,22 +418,22 @@ def is_valid_name(name: str) -> bool:
     )
 
 
-def _collect(volume: Volume, path: str) -> tuple[dict[str, FileStat], int]:
-    entries: dict[str, FileStat] = {}
-    num_hidden = 0
-    for stat in list_directory(volume, path):
-        if not is_valid_name(stat.name):
-            num_hidden += 1
-        elif stat.name in entries and entries[stat.name].is_directory:
-            # A store of keys can have a file and a directory of one name; the directory shows.
-            num_hidden += 1
-        else:
-            entries[stat.name] = stat
-    return entries, num_hidden
+def _is_between(name: str, key: str) -> bool:
+    """Whether the directory `name` may still follow behind `key`."""
+    return key.startswith(name) and key[len(name) :] <= "/"
 
 
-def _stat(volume: Volume, path: str) -> FileStat | None:
+def _stat(volume: Volume, path: str, has_twins: bool, was_directory: bool) -> FileStat | None:
     try:
-        return volume.stat(path)
+        stat = volume.stat(path)
     except (NotFound, NotADirectory):
         return None
+    if not has_twins or stat.is_directory or (stat.size_bytes and not was_directory):
+        return stat
+    # A file of no bytes is how some tools keep a directory, and one that showed as a directory
+    # goes on as one while something is in it.
+    try:
+        below = volume.list_page(path)
+    except (NotFound, NotADirectory):
+        return stat
+    return FileStat(path, is_directory=True) if below.entries or below.next_page_token else stat

@@ -284,7 +284,9 @@ class Node:
             if not page:
                 break
             for entry in page:
-                found[entry.name.decode()] = entry.attributes
+                if entry.name not in (b".", b".."):
+                    assert entry.name.decode() not in found
+                    found[entry.name.decode()] = entry.attributes
             start = page[-1].next_id
         await self.fs.releasedir(fh)
         return found

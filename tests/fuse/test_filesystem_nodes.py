@@ -38,6 +38,9 @@ async def test_the_kernels_pages_are_kept_while_the_version_stands_and_not_longe
     fh = await b.open("f")
     assert await b.read_handle(fh) == b"two"
     await b.close(fh)
+    # Another version is another inode, so that pages and sizes of two can never mix.
+    assert await world.errno_from(b.fs.open(ino, os.O_RDONLY)) == errno.ESTALE
+    ino = (await b.stat("f")).ino
     assert (await b.fs.open(ino, os.O_RDONLY)).keep_cache is True
 
 
