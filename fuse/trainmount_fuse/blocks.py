@@ -1,60 +1,91 @@
-"""The block cache on disk: which blocks of which versions are here, fetching those that are not,
-and the bound.
+"""The block cache: which blocks of which versions are here, fetching those that are not, and the
+bound.
 
-`filesystem` reads through it, `prefetch` fills it ahead. Every method may be called from any
-thread. What is cached survives a remount. Least recently used pieces go first, in extents of 16
-blocks, whether or not the file is open: a reader notices and fetches again. Bytes are checked
+`reading` reads through it, `prefetch` fills it ahead. Every method may be called from any thread.
+Blocks are readable from memory as soon as they have come, and are put on disk behind the reader
+(`write_behind`). What is on disk survives a remount and is shared by all mounts of the user that
+have the same cache directory (`shared_cells`); what was used longest ago goes first, in cells of
+4 MiB, whether or not a file is open: a reader notices and fetches again. Bytes are checked
 against their checksum when they come from the disk for the first time in a process and whenever
 the kernel no longer has them in memory.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from trainmount_files.volume import ByteRange
-from trainmount_fuse.block_file import BlockFile, FileKey
+from trainmount_fuse.block_file import BlockFile, FileKey, HeldRange
+from trainmount_fuse.buffers import padded_size
+from trainmount_fuse.cache_table import Place
+from trainmount_fuse.fetching import Fetch, Fetching, OnFetched
+from trainmount_fuse.memory import MemoryBudget
+from trainmount_fuse.shared_cells import SharedCells
+from trainmount_fuse.write_behind import WriteBehind
 
 __all__ = ["BlockCache", "CacheStatistics", "Fetch", "OnFetched"]
 
 log = logging.getLogger(__name__)
 
-Fetch = Callable[[ByteRange, memoryview], None]
-"""Fills the buffer with exactly that range of the right version, or raises."""
-
-OnFetched = Callable[[int, memoryview], None]
-"""Told of each range that came from the store, in the thread that fetched it, as soon as it is
-there: its offset in the file and its bytes, which are valid during the call only. Must not raise.
+_CELL_BYTES: Final = 4 << 20
+"""Small enough that little of use goes with what is old, large enough that a cache of a terabyte
+has few of them. Mounts share a cache file if their cells are of one size: all with a bound of
+256 MiB or more whose blocks are not larger than this and divide it.
 """
 
-_EXTENT_BLOCKS: Final = 16
-_WHOLE_FILE: Final = -1
-"""Extent number of a file from an earlier mount that was not opened yet: all of it at once."""
+_MIN_CELLS: Final = 64
 
-_MAX_IDLE_FILES: Final = 256
-_FLOOR_CHECK_BYTES: Final = 64 << 20
+_PAGE: Final = 4096
+_MAX_IDLE_FILES: Final = 1024
 _MAX_ATTEMPTS: Final = 8
-_RWF_NOWAIT: Final = getattr(os, "RWF_NOWAIT", 0)
-_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
+_MAX_DISK_READS: Final = 8
+"""Blocks being read from disk at once, each in a buffer of a block: more makes no disk faster."""
+
+_DIRECT_BYTES: Final = 512 << 10
+"""Whole blocks from this size on are read around the kernel's memory: the kernel keeps them for the
+mount itself, once is enough. Smaller ones lie side by side, and its read-ahead brings the next.
+"""
+
+_CLOSE_SECONDS: Final = 5.0
+_REMOVED_AT_ONCE: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """Counters since the start, and what is on disk now."""
+    """Counters of this process since the start, and what is here now."""
 
+    num_hits: int
+    """Reads that needed nothing from the store."""
+
+    num_misses: int
     cached_bytes: int
+    """Blocks on disk, of all mounts that share the directory."""
+
+    space_bytes: int
+    """Space that they take, bounded by `limit_bytes`."""
+
+    limit_bytes: int
     fetched_bytes: int
     evicted_bytes: int
+    """Thrown out by this process, for room or since nobody will ask for it again."""
+
     num_bad_blocks: int
     """Blocks whose bytes on disk were not what had been written; each was fetched again."""
+
+    num_files: int
+    """Versions of files that this process knows."""
+
+    held_bytes: int
+    """Memory of blocks that wait to be written or read."""
+
+    dropped_bytes: int
+    """Fetched and not written, since the disk was too slow, too full or broken."""
 
 
 class BlockCache:
@@ -68,37 +99,47 @@ class BlockCache:
         block_size_bytes: int,
         max_fetch_bytes: int,
         free_disk_floor_bytes: int,
+        source: str = "",
+        memory: MemoryBudget | None = None,
+        cell_bytes: int = _CELL_BYTES,
     ) -> None:
-        """Take over what an earlier mount left. Raises OSError where `directory` cannot be used."""
+        """Join what other mounts of `directory` use, and what earlier ones left.
+
+        `source` tells apart volumes that have files of the same path and version. A directory that
+        cannot be used is no error: then nothing is kept on disk.
+        """
         self._directory = directory
-        self._capacity_bytes = capacity_bytes
         self._block_size_bytes = block_size_bytes
-        self._max_fetch_blocks = max(1, max_fetch_bytes // block_size_bytes)
         self._floor_bytes = free_disk_floor_bytes
-        # Guards everything below. Taken before a file's lock, never after it.
-        self._lock = threading.RLock()
-        self._files: OrderedDict[str, BlockFile] = OrderedDict()
-        self._extents: OrderedDict[tuple[str, int], int] = OrderedDict()
-        self._cached_bytes = 0
-        self._fetched_bytes = 0
-        self._evicted_bytes = 0
+        self._source = source
+        block = padded_size(block_size_bytes)
+        cell_bytes = max(block, min(cell_bytes, capacity_bytes // _MIN_CELLS) // block * block)
+        self._cell_bytes = cell_bytes
+        self._cells = _joined(directory, cell_bytes, capacity_bytes, free_disk_floor_bytes)
+        self._memory = memory or MemoryBudget()
+        self._held = WriteBehind(self._cells, self._memory)
+        max_blocks = max(1, max_fetch_bytes // block_size_bytes)
+        self._fetching = Fetching(self._cells, self._held, max_blocks)
+        self._disk_reads = threading.BoundedSemaphore(_MAX_DISK_READS)
+        # Guards everything below. Taken before all other locks of the cache, never after them.
+        self._lock = threading.Lock()
+        self._files: dict[tuple[int, int], BlockFile] = {}
+        self._idle: OrderedDict[tuple[int, int], BlockFile] = OrderedDict()
+        self._is_closed = False
+        self._num_hits = 0
+        self._num_misses = 0
         self._num_bad_blocks = 0
-        self._bytes_until_floor_check = 0
-        self._is_low_on_disk = False
-        directory.mkdir(parents=True, exist_ok=True)
-        self._take_over()
+        self._dropped_bytes = 0
 
     def open(self, key: FileKey) -> BlockFile:
-        """The cached file, to be given back by `release`. Raises OSError."""
-        digest = key.digest(self._block_size_bytes)
+        """The cached file, to be given back by `release`. Touches no disk."""
+        name = key.name(self._source, self._block_size_bytes)
         with self._lock:
-            file = self._files.get(digest)
+            file = self._files.get(name)
             if file is None:
-                file = BlockFile(self._directory, key, self._block_size_bytes)
-                self._files[digest] = file
-                self._cached_bytes -= self._extents.pop((digest, _WHOLE_FILE), 0)
-                self._count(file, file.present())
-            self._files.move_to_end(digest)
+                file = BlockFile(key, name, self._block_size_bytes, self._cells)
+                self._files[name] = file
+            self._idle.pop(name, None)
             file.users += 1
             return file
 
@@ -106,29 +147,30 @@ class BlockCache:
         """Give back what `open` gave."""
         with self._lock:
             file.users -= 1
-            self._close_idle()
+            if file.users:
+                return
+            self._idle[file.name] = file
+            if len(self._idle) > _MAX_IDLE_FILES:
+                name, oldest = self._idle.popitem(last=False)
+                if oldest.held:
+                    self._idle[name] = oldest
+                else:
+                    del self._files[name]
 
     def retain(self, file: BlockFile) -> None:
         """One more `release` will come."""
         with self._lock:
+            self._idle.pop(file.name, None)
             file.users += 1
 
-    def read_nowait(self, file: BlockFile, offset: int, size: int) -> bytes | None:
+    def read_nowait(self, file: BlockFile, offset: int, size: int) -> bytes | bytearray | None:
         """The bytes, if they are here, checked, and in memory; else None. Never waits for a disk.
 
         The range must not be empty and must lie inside the file.
         """
-        first, last = self._span(offset, size)
-        evictions = file.num_evictions
-        if not file.has(first, last) or file.is_verified.find(0, first, last + 1) >= 0:
-            return None
-        if not _is_resident(file.data_fd, offset, size):
-            return None
-        data = os.pread(file.data_fd, size, offset)
-        if len(data) != size or file.num_evictions != evictions:
-            return None
-        with self._lock:
-            self._touch(file, first)
+        data = self._copy(file, offset, size, can_wait=False)
+        if data is not None:
+            self._count_read(is_hit=True)
         return data
 
     def read(
@@ -140,32 +182,32 @@ class BlockCache:
         *,
         on_fetched: OnFetched | None = None,
     ) -> bytes | bytearray:
-        """Exactly that range, which must not be empty and must lie inside the file. Waits.
+        """Exactly that range, which must not be empty and must lie inside the file. Waits, but for
+        no disk where the store can give the bytes.
 
         Raises:
             what `fetch` raises.
         """
         first, last = self._span(offset, size)
+        has_missed = False
         for _attempt in range(_MAX_ATTEMPTS):
-            evictions = file.num_evictions
-            try:
-                fetched = self.ensure(file, first, last, fetch, on_fetched=on_fetched)
-            except OSError as error:
-                if error.errno not in _NO_SPACE:
-                    raise
-                break
-            if not self._all_sound(file, [i for i in range(first, last + 1) if i not in fetched]):
-                continue
-            data = os.pread(file.data_fd, size, offset)
-            if len(data) == size and file.has(first, last) and file.num_evictions == evictions:
-                with self._lock:
-                    self._touch(file, first)
+            has_missed |= bool(
+                self._fetching.have(file, first, last, fetch, on_fetched, is_ahead=False)
+            )
+            data = self._copy(file, offset, size, can_wait=True)
+            if data is not None:
+                self._count_read(is_hit=not has_missed)
                 return data
-        # No room to keep it, or thrown out as fast as it comes: the reader still gets its bytes.
-        buffer = bytearray(size)
-        fetch(ByteRange(offset, offset + size), memoryview(buffer))
+        # Thrown out as fast as it comes: the reader still gets its bytes.
+        self._memory.take(size)
+        try:
+            buffer = bytearray(size)
+            fetch(ByteRange(offset, offset + size), memoryview(buffer))
+        finally:
+            self._memory.give_back(size)
         if on_fetched is not None:
             on_fetched(offset, memoryview(buffer))
+        self._count_read(is_hit=False)
         return buffer
 
     def ensure(
@@ -177,39 +219,16 @@ class BlockCache:
         *,
         on_fetched: OnFetched | None = None,
     ) -> set[int]:
-        """Have the blocks `first` to `last`, both included, on disk; returns those fetched here.
+        """Have the blocks `first` to `last`, both included, here; returns those fetched now.
 
-        A block that another thread is fetching is waited for, not fetched twice.
+        A block that another thread or mount is fetching is waited for, not fetched twice. Waits
+        for memory before it fetches, so that blocks come as fast as they are read or written.
 
         Raises:
-            OSError: ENOSPC where nothing more can be kept.
+            OSError: ENOSPC after 10 s without memory.
             what `fetch` raises.
         """
-        fetched: set[int] = set()
-        wanted: list[int] = list(range(first, last + 1))
-        while wanted:
-            with file.lock:
-                wanted = [index for index in wanted if not file.has(index, index)]
-                mine = [index for index in wanted if index not in file.in_flight]
-                others = {i: file.in_flight[i] for i in wanted if i in file.in_flight}
-                ended = threading.Event()
-                for index in mine:
-                    file.in_flight[index] = ended
-            try:
-                for run in _runs(mine, self._max_fetch_blocks):
-                    self._fetch_run(file, run, fetch, on_fetched)
-                    fetched.update(run)
-            finally:
-                with file.lock:
-                    for index in mine:
-                        del file.in_flight[index]
-                ended.set()
-            # Own fetches end before others are waited for, so two threads never wait for each
-            # other.
-            for event in others.values():
-                event.wait()
-            wanted = list(others)
-        return fetched
+        return self._fetching.have(file, first, last, fetch, on_fetched, is_ahead=True)
 
     def rekey(self, old: FileKey, new: FileKey) -> None:
         """The content of `old` is now that of `new`; what cannot be moved is fetched
@@ -217,246 +236,210 @@ class BlockCache:
         """
         if old.size_bytes != new.size_bytes or old == new:
             return
+        source, destination = self.open(old), self.open(new)
         try:
-            file = self.open(old)
-        except OSError:
-            return
-        try:
-            with self._lock, file.lock:
-                present = file.present()
-                digest = new.digest(self._block_size_bytes)
-                if not present or digest in self._files:
-                    return
-                self._cached_bytes -= self._extents.pop((digest, _WHOLE_FILE), 0)
-                self._uncount(file, present)
-                self._files.pop(file.digest, None)
-                try:
-                    file.move(self._directory, new)
-                finally:
-                    self._files[file.digest] = file
-                    self._count(file, present)
+            self._held.rekey(source, destination)
+            if self._cells is not None:
+                keys = [(source.block_key(i), destination.block_key(i)) for i in _all(source)]
+                for start in range(0, len(keys), _REMOVED_AT_ONCE):
+                    self._cells.rename(keys[start : start + _REMOVED_AT_ONCE])
         except OSError:
             log.warning("Cached blocks could not follow a rename", exc_info=True)
         finally:
-            self.release(file)
+            self.release(source)
+            self.release(destination)
 
     def drop(self, key: FileKey) -> None:
         """Free everything kept of a version that nobody will ask for again."""
-        digest = key.digest(self._block_size_bytes)
-        with self._lock:
-            if digest in self._files:
-                self._evict_file(self._files[digest])
-            elif (digest, _WHOLE_FILE) in self._extents:
-                self._evict_unopened(digest)
+        file = self.open(key)
+        try:
+            num_bytes = self.cached_bytes_of(file)
+            with self._lock:
+                self._dropped_bytes += num_bytes
+            self._held.drop(file)
+            if self._cells is not None:
+                keys = [file.block_key(index) for index in _all(file)]
+                for start in range(0, len(keys), _REMOVED_AT_ONCE):
+                    self._cells.remove(keys[start : start + _REMOVED_AT_ONCE])
+                self._held.tidy_soon()
+        except OSError:
+            log.warning("Cached blocks could not be dropped", exc_info=True)
+        finally:
+            file.verified.clear()
+            self.release(file)
 
     def cached_bytes_of(self, file: BlockFile) -> int:
         """Bytes of the file that are here."""
-        return sum(file.length_of(index) for index in file.present())
+        return sum(file.length_of(index) for index in _all(file) if file.has(index, index))
+
+    def space_for(self, size_bytes: int) -> int:
+        """Space that a file of that size takes at most, with what is lost where blocks do not fill
+        a cell.
+        """
+        block, cell = self._block_size_bytes, self._cell_bytes
+        num_whole, tail = size_bytes // block, padded_size(size_bytes % block)
+        if not num_whole:
+            return -(-tail * cell // (cell - tail + _PAGE))
+        return num_whole * block + tail + (block if tail and cell > block else 0)
 
     def free_space(self, needed_bytes: int) -> bool:
         """Throw out blocks until `needed_bytes` more fit above the floor; false where
         they cannot.
         """
-        with self._lock:
-            while _free_bytes(self._directory) - needed_bytes < self._floor_bytes:
-                if not self._evict_oldest():
-                    return False
-            return True
+        try:
+            if self._cells is not None:
+                return self._cells.free_space(needed_bytes)
+            status = os.statvfs(self._directory)
+        except OSError:
+            return False
+        return status.f_bavail * status.f_frsize - needed_bytes >= self._floor_bytes
+
+    def flush(self, seconds: float = _CLOSE_SECONDS) -> bool:
+        """Wait until what is held is on disk or lost; false where it is not after that time."""
+        return self._held.flush(seconds)
 
     def statistics(self) -> CacheStatistics:
         """A snapshot."""
-        with self._lock:
-            return CacheStatistics(
-                cached_bytes=self._cached_bytes,
-                fetched_bytes=self._fetched_bytes,
-                evicted_bytes=self._evicted_bytes,
-                num_bad_blocks=self._num_bad_blocks,
-            )
+        cells = self._cells
+        return CacheStatistics(
+            num_hits=self._num_hits,
+            num_misses=self._num_misses,
+            cached_bytes=0 if cells is None else cells.live_bytes(),
+            space_bytes=0 if cells is None else cells.space_bytes(),
+            limit_bytes=0 if cells is None else cells.limit_bytes,
+            fetched_bytes=self._fetching.fetched_bytes,
+            evicted_bytes=self._dropped_bytes + (0 if cells is None else cells.evicted_bytes),
+            num_bad_blocks=self._num_bad_blocks,
+            num_files=len(self._files),
+            held_bytes=self._held.held_bytes,
+            dropped_bytes=self._held.dropped_bytes,
+        )
 
     def close(self) -> None:
-        """Close every file. No other call may follow or be under way."""
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+        """Write what is held, for 5 s at most, and leave. No other call but this may follow or be
+        under way.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._held.close(_CLOSE_SECONDS)
+        if self._cells is not None:
+            self._cells.close()
 
     def _span(self, offset: int, size: int) -> tuple[int, int]:
         return offset // self._block_size_bytes, (offset + size - 1) // self._block_size_bytes
 
-    def _fetch_run(
-        self, file: BlockFile, run: list[int], fetch: Fetch, on_fetched: OnFetched | None
-    ) -> None:
-        start = run[0] * self._block_size_bytes
-        end = run[-1] * self._block_size_bytes + file.length_of(run[-1])
-        # Room before bytes: what cannot be kept must not be asked for.
-        self._make_room(end - start)
-        buffer = memoryview(bytearray(end - start))
-        fetch(ByteRange(start, end), buffer)
-        if on_fetched is not None:
-            on_fetched(start, buffer)
+    def _count_read(self, *, is_hit: bool) -> None:
         with self._lock:
-            self._fetched_bytes += end - start
-        checksums = file.write(run[0], buffer)
-        with self._lock, file.lock:
-            file.mark_present(run[0], checksums)
-            self._count(file, run)
+            self._num_hits += is_hit
+            self._num_misses += not is_hit
 
-    def _all_sound(self, file: BlockFile, indices: list[int]) -> bool:
-        """Whether the blocks on disk are what was written; those that are not are thrown out."""
-        num_bad = 0
-        for index in indices:
-            if file.is_sound(index):
-                file.is_verified[index] = 1
-            else:
-                num_bad += 1
-                self._discard_bad(file, index)
-        return num_bad == 0
-
-    def _discard_bad(self, file: BlockFile, index: int) -> None:
-        with self._lock, file.lock:
-            # Thrown out meanwhile, or being written again: then it was not bad, only not there.
-            if file.has(index, index) and not file.is_sound(index):
-                self._num_bad_blocks += 1
-                log.warning(
-                    "Cached block was damaged", extra={"path": file.key.path, "block": index}
-                )
-                self._uncount(file, file.clear(index, index))
-
-    def _make_room(self, num_bytes: int) -> None:
-        with self._lock:
-            while self._cached_bytes + num_bytes > self._capacity_bytes:
-                if not self._evict_oldest():
-                    raise OSError(errno.ENOSPC, "the block cache is too small for this read")
-            self._bytes_until_floor_check -= num_bytes
-            if self._is_low_on_disk or self._bytes_until_floor_check <= 0:
-                self._bytes_until_floor_check = _FLOOR_CHECK_BYTES
-                self._is_low_on_disk = not self.free_space(num_bytes)
-                if self._is_low_on_disk:
-                    raise OSError(errno.ENOSPC, "the cache's disk is at its reserve")
-
-    def _count(self, file: BlockFile, indices: list[int]) -> None:
-        for index in indices:
-            extent = (file.digest, index // _EXTENT_BLOCKS)
-            self._extents[extent] = self._extents.get(extent, 0) + file.length_of(index)
-            self._cached_bytes += file.length_of(index)
-        if indices:
-            self._touch(file, indices[0])
-
-    def _uncount(self, file: BlockFile, indices: list[int]) -> None:
-        for index in indices:
-            extent = (file.digest, index // _EXTENT_BLOCKS)
-            left = self._extents.get(extent, 0) - file.length_of(index)
-            self._cached_bytes -= file.length_of(index)
-            if left > 0:
-                self._extents[extent] = left
-            else:
-                self._extents.pop(extent, None)
-
-    def _touch(self, file: BlockFile, index: int) -> None:
-        extent = (file.digest, index // _EXTENT_BLOCKS)
-        if extent in self._extents:
-            self._extents.move_to_end(extent)
-
-    def _evict_oldest(self) -> bool:
-        """Throw out one extent; false where nothing is left."""
-        for digest, number in self._extents:
-            file = self._files.get(digest)
-            if file is None:
-                self._evict_unopened(digest)
-                return True
+    def _copy(
+        self, file: BlockFile, offset: int, size: int, *, can_wait: bool
+    ) -> bytes | bytearray | None:
+        first, last = self._span(offset, size)
+        if first == last:
+            start = offset - file.offset_of(first)
             with file.lock:
-                first = number * _EXTENT_BLOCKS
-                last = min(first + _EXTENT_BLOCKS, file.num_blocks) - 1
-                self._evicted(file, file.clear(first, last))
-            if file.users == 0 and not file.present():
-                self._forget_file(file)
-            return True
-        return False
+                held = file.held.get(first)
+                data = None if held is None else bytes(held.view(first)[start : start + size])
+            if held is not None:
+                self._was_read(held, size)
+                return data
+        if not can_wait and not all(
+            i in file.held or i in file.verified for i in range(first, last + 1)
+        ):
+            return None
+        buffer = bytearray(size)
+        view = memoryview(buffer)
+        is_whole = True
+        for index in range(first, last + 1):
+            at = file.offset_of(index)
+            start = max(0, offset - at)
+            end = min(file.length_of(index), offset + size - at)
+            into = view[at + start - offset : at + end - offset]
+            # To the end, so that all that are bad are fetched again together.
+            is_whole &= self._copy_block(file, index, start, into, can_wait=can_wait)
+        return buffer if is_whole else None
 
-    def _evicted(self, file: BlockFile, gone: list[int]) -> None:
-        self._uncount(file, gone)
-        self._evicted_bytes += sum(file.length_of(index) for index in gone)
-
-    def _evict_file(self, file: BlockFile) -> None:
+    def _copy_block(
+        self, file: BlockFile, index: int, start: int, into: memoryview, *, can_wait: bool
+    ) -> bool:
         with file.lock:
-            if file.num_blocks:
-                self._evicted(file, file.clear(0, file.num_blocks - 1))
-        if file.users == 0:
-            self._forget_file(file)
-
-    def _forget_file(self, file: BlockFile) -> None:
-        self._files.pop(file.digest, None)
-        file.unlink()
-        file.close()
-
-    def _evict_unopened(self, digest: str) -> None:
-        freed = self._extents.pop((digest, _WHOLE_FILE), 0)
-        self._cached_bytes -= freed
-        self._evicted_bytes += freed
-        for suffix in (".index", ".data"):
-            (self._directory / digest[:2] / f"{digest}{suffix}").unlink(missing_ok=True)
-
-    def _close_idle(self) -> None:
-        if len(self._files) <= _MAX_IDLE_FILES:
-            return
-        idle = [file for file in self._files.values() if file.users == 0]
-        for file in idle[: len(self._files) - _MAX_IDLE_FILES]:
-            present = file.present()
-            if not present:
-                self._forget_file(file)
-                continue
-            self._uncount(file, present)
-            size = sum(file.length_of(index) for index in present)
-            self._extents[file.digest, _WHOLE_FILE] = size
-            self._cached_bytes += size
-            del self._files[file.digest]
-            file.close()
-
-    def _take_over(self) -> None:
-        found: list[tuple[float, str, int]] = []
-        for index in self._directory.glob("??/*.index"):
-            data = index.with_suffix(".data")
-            try:
-                size = data.stat().st_blocks * 512
-                found.append((index.stat().st_mtime, index.stem, size))
-            except FileNotFoundError:
-                index.unlink(missing_ok=True)
-        for _time, digest, size in sorted(found):
-            self._extents[digest, _WHOLE_FILE] = size
-            self._cached_bytes += size
-
-
-def _runs(indices: list[int], max_length: int) -> list[list[int]]:
-    """Ascending numbers cut into runs without gaps, none longer than `max_length`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][-1] == index - 1 and len(runs[-1]) < max_length:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return runs
-
-
-def _is_resident(fd: int, offset: int, size: int) -> bool:
-    """Whether the first and last byte of the range are in the kernel's memory.
-
-    Blocks go in and out of it whole enough that the ends speak for the middle; where not, a read
-    waits for the disk once.
-    """
-    probe = bytearray(1)
-    try:
-        return (
-            os.preadv(fd, [probe], offset, _RWF_NOWAIT) == 1
-            and os.preadv(fd, [probe], offset + size - 1, _RWF_NOWAIT) == 1
-        )
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno == errno.EOPNOTSUPP:
+            held = file.held.get(index)
+            if held is not None:
+                into[:] = held.view(index)[start : start + len(into)]
+        if held is not None:
+            self._was_read(held, len(into))
             return True
-        raise
+        place = file.place_of(index)
+        if place is None or self._cells is None:
+            return False
+        self._cells.touch(place)
+        if index in file.verified and self._cells.read_nowait(place, start, into):
+            return self._cells.is_current(place)
+        return can_wait and self._copy_from_disk(file, index, place, start, into)
+
+    def _copy_from_disk(
+        self, file: BlockFile, index: int, place: Place, start: int, into: memoryview
+    ) -> bool:
+        assert self._cells is not None
+        around = place.length == len(into) >= _DIRECT_BYTES
+        size = padded_size(place.length)
+        with self._disk_reads:
+            buffer = self._held.pool.take(size)
+            try:
+                is_right = self._cells.read(place, buffer.view[:size], around_memory=around)
+            except OSError as error:
+                log.warning("The block cache cannot be read", extra={"error": str(error)})
+                is_right = False
+            if is_right:
+                into[:] = buffer.view[start : start + len(into)]
+            self._held.pool.put_back(buffer)
+        if not self._cells.is_current(place):
+            return False
+        if not is_right:
+            self._discard_bad(file, index, place)
+        elif not around:
+            file.verified[index] = place
+        return is_right
+
+    def _was_read(self, held: HeldRange, num_bytes: int) -> None:
+        held.num_unread_bytes -= num_bytes
+        if held.num_unread_bytes <= 0:
+            self._held.was_read(held)
+
+    def _discard_bad(self, file: BlockFile, index: int, place: Place) -> None:
+        assert self._cells is not None
+        key = file.block_key(index)
+        with self._lock:
+            file.verified.pop(index, None)
+            # Found by another thread too, or written anew meanwhile: then it is not there.
+            if self._cells.find(key) != place:
+                return
+            self._num_bad_blocks += 1
+            try:
+                self._cells.remove([key])
+            except OSError:
+                log.debug("A damaged block stays until it is thrown out", exc_info=True)
+        log.warning("Cached block was damaged", extra={"path": file.key.path, "block": index})
 
 
-def _free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
+def _joined(
+    directory: Path, cell_bytes: int, capacity_bytes: int, free_disk_floor_bytes: int
+) -> SharedCells | None:
+    try:
+        return SharedCells(
+            directory,
+            cell_bytes=cell_bytes,
+            capacity_bytes=capacity_bytes,
+            free_disk_floor_bytes=free_disk_floor_bytes,
+        )
+    except OSError as error:
+        fields = {"directory": str(directory), "error": str(error)}
+        log.warning("The cache directory cannot be used; nothing is kept on disk", extra=fields)
+        return None
+
+
+def _all(file: BlockFile) -> range:
+    return range(file.num_blocks)

@@ -43,7 +43,7 @@ from trainmount_fuse.prefetch import Prefetcher
 from trainmount_fuse.reading import Reading
 from trainmount_fuse.recovery import Recovery
 from trainmount_fuse.settings import MountSettings
-from trainmount_fuse.source import look_at_root
+from trainmount_fuse.source import look_at_root, source_identity
 from trainmount_fuse.spool import Spool
 from trainmount_fuse.staging import FilesNotUploaded, Staging
 from trainmount_fuse.state import Intents, get_meta, open_database, set_meta
@@ -388,16 +388,18 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
     database, _is_whole = open_database(state_path, schema, durable=False)
     if get_meta(database, "made_ns") is None:
         set_meta(database, "made_ns", str(time.time_ns()))
+    memory, journal = MemoryBudget(settings.memory_bytes), Journal(journal_path)
     blocks = BlockCache(
         settings.cache_dir / "blocks",
         capacity_bytes=settings.cache_size_bytes,
         block_size_bytes=settings.block_size_bytes,
         max_fetch_bytes=settings.prefetch_fetch_bytes,
         free_disk_floor_bytes=settings.free_disk_floor_bytes,
+        source=source_identity(settings, os.environ),
+        memory=memory,
     )
     workers = Workers(settings.num_worker_threads)
     inodes = InodeTable(database)
-    memory, journal = MemoryBudget(settings.memory_bytes), Journal(journal_path)
     return Core(
         volume=volume,
         settings=settings,

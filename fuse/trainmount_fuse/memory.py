@@ -56,6 +56,11 @@ class MemoryBudget:
         """The most that was taken at once."""
         return self._peak_bytes
 
+    @property
+    def is_short(self) -> bool:
+        """Somebody waits: memory that is only held in case should be given back."""
+        return bool(self._waiting)
+
     def try_take(self, num_bytes: int) -> bool:
         """Take where there is room and nobody waits for it; never waits."""
         with self._changed:

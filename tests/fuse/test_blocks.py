@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +15,8 @@ from trainmount_files.errors import PreconditionFailed
 from trainmount_files.volume import ByteRange
 from trainmount_fuse.block_file import FileKey
 from trainmount_fuse.blocks import BlockCache
+from trainmount_fuse.cache_table import Geometry
+from trainmount_fuse.memory import MemoryBudget
 
 BLOCK = 4096
 
@@ -36,16 +38,22 @@ MakeCache = Callable[..., BlockCache]
 
 
 @pytest.fixture
-def make_cache(tmp_path: Path) -> MakeCache:
-    def make(capacity_bytes: int = 1 << 20, **changes: int) -> BlockCache:
-        values = {
+def make_cache(tmp_path: Path) -> Iterator[MakeCache]:
+    def make(capacity_bytes: int = 1 << 20, **changes: object) -> BlockCache:
+        values: dict[str, Any] = {
             "block_size_bytes": BLOCK,
             "max_fetch_bytes": 4 * BLOCK,
             "free_disk_floor_bytes": 0,
+            "cell_bytes": BLOCK,
         }
-        return BlockCache(tmp_path / "blocks", capacity_bytes=capacity_bytes, **(values | changes))
+        cache = BlockCache(tmp_path / "blocks", capacity_bytes=capacity_bytes, **(values | changes))
+        opened.append(cache)
+        return cache
 
-    return make
+    opened: list[BlockCache] = []
+    yield make
+    for cache in opened:
+        cache.close()
 
 
 def test_any_range_is_exact_and_each_block_is_fetched_once(make_cache: MakeCache) -> None:
@@ -55,6 +63,7 @@ def test_any_range_is_exact_and_each_block_is_fetched_once(make_cache: MakeCache
         assert cache.read(file, offset, size, source.fetch) == source.data[offset : offset + size]
     assert sum(len(one) for one in source.asked) == len(source.data)
     assert max(len(one) for one in source.asked) <= 4 * BLOCK
+    assert cache.flush()
     assert cache.statistics().cached_bytes == len(source.data)
 
 
@@ -75,6 +84,7 @@ def test_cached_blocks_are_there_after_a_restart_and_are_checked_before_use(
     source = Source(5 * BLOCK)
     first = make_cache()
     first.read(first.open(source.key), 0, len(source.data), source.fetch)
+    assert first.flush()
     # Killed: nothing was closed.
     second = make_cache()
     file = second.open(source.key)
@@ -85,7 +95,7 @@ def test_cached_blocks_are_there_after_a_restart_and_are_checked_before_use(
     assert second.read_nowait(file, 0, 10) == source.data[:10]
 
 
-@pytest.mark.parametrize("damage", ["halved", "flipped", "emptied", "index cut"])
+@pytest.mark.parametrize("damage", ["halved", "flipped", "emptied", "zeroed"])
 def test_damage_on_disk_is_noticed_and_fetched_again(
     make_cache: MakeCache, tmp_path: Path, damage: str
 ) -> None:
@@ -93,26 +103,29 @@ def test_damage_on_disk_is_noticed_and_fetched_again(
     source = Source(8 * BLOCK)
     first = make_cache()
     first.read(first.open(source.key), 0, len(source.data), source.fetch)
-    (data,) = tmp_path.glob("blocks/*/*.data")
-    (index,) = tmp_path.glob("blocks/*/*.index")
+    assert first.flush()
+    (path,) = tmp_path.glob("blocks/*.cache")
+    start = path.read_bytes().index(source.data)
     if damage == "halved":
-        os.truncate(data, 4 * BLOCK)
+        os.truncate(path, start + 4 * BLOCK)
     elif damage == "flipped":
-        with data.open("r+b") as opened:
-            opened.seek(2 * BLOCK + 7)
+        with path.open("r+b") as opened:
+            opened.seek(start + 2 * BLOCK + 7)
             opened.write(bytes([source.data[2 * BLOCK + 7] ^ 1]))
     elif damage == "emptied":
-        os.truncate(data, 0)
+        os.truncate(path, start)
     else:
-        os.truncate(index, index.stat().st_size - 20)
+        with path.open("r+b") as opened:
+            opened.seek(start + BLOCK)
+            opened.write(bytes(3 * BLOCK))
     source.asked.clear()
     second = make_cache()
     file = second.open(source.key)
     assert second.read(file, 0, len(source.data), source.fetch) == source.data
-    refetched = {"halved": 4, "flipped": 1, "emptied": 8, "index cut": 3}[damage]
+    refetched = {"halved": 4, "flipped": 1, "emptied": 8, "zeroed": 3}[damage]
     assert sum(len(one) for one in source.asked) == refetched * BLOCK
-    bad = 0 if damage == "index cut" else refetched
-    assert second.statistics().num_bad_blocks == bad
+    assert second.statistics().num_bad_blocks == refetched
+    assert second.flush()
     assert second.statistics().cached_bytes == len(source.data)
 
 
@@ -132,20 +145,6 @@ def test_who_asks_is_told_each_fetched_range_once(make_cache: MakeCache) -> None
         (5, BLOCK + 7),
     ]
     assert b"".join(data for _offset, data in told) == source.data
-
-
-def test_who_asks_is_told_of_what_cannot_be_kept(make_cache: MakeCache) -> None:
-    cache, source = make_cache(capacity_bytes=BLOCK), Source(4 * BLOCK)
-    told: list[tuple[int, bytes]] = []
-    data = cache.read(
-        cache.open(source.key),
-        5,
-        3 * BLOCK,
-        source.fetch,
-        on_fetched=lambda offset, data: told.append((offset, bytes(data))),
-    )
-    assert (5, data) in told
-    assert data == source.data[5 : 5 + 3 * BLOCK]
 
 
 def test_another_version_shares_no_block(make_cache: MakeCache) -> None:
@@ -195,32 +194,40 @@ def test_a_failed_fetch_is_everybodys_own_error_and_leaves_nothing(make_cache: M
 
 
 def test_the_oldest_go_first_when_the_bound_is_reached(make_cache: MakeCache) -> None:
-    cache = make_cache(capacity_bytes=48 * BLOCK)
-    sources = [Source(16 * BLOCK) for _ in range(4)]
+    cache = make_cache(capacity_bytes=64 * BLOCK)
+    sources = [Source(16 * BLOCK) for _ in range(6)]
     files = []
     for number, source in enumerate(sources):
         source.key = FileKey(f"f{number}", "v", 16 * BLOCK)
         files.append(cache.open(source.key))
         cache.read(files[-1], 0, 16 * BLOCK, source.fetch)
-        # The first is used again and again, so the second is the oldest.
-        assert cache.read_nowait(files[0], 0, 10) == sources[0].data[:10]
-    assert cache.statistics().cached_bytes == 48 * BLOCK
-    assert [cache.cached_bytes_of(file) // BLOCK for file in files] == [16, 0, 16, 16]
+        assert cache.flush()
+        # The first is used again and again, so the others go in their order.
+        assert cache.read(files[0], 0, 16 * BLOCK, sources[0].fetch) == sources[0].data
+    assert cache.statistics().space_bytes == 64 * BLOCK
+    assert sources[0].asked == [ByteRange(i * 4 * BLOCK, (i + 1) * 4 * BLOCK) for i in range(4)]
+    kept = [cache.cached_bytes_of(file) // BLOCK for file in files]
+    assert kept == [16, 0, 0, 16, 16, 16]
     assert cache.read(files[1], 0, 16 * BLOCK, sources[1].fetch) == sources[1].data
 
 
-def test_evicted_space_is_given_back_to_the_disk(make_cache: MakeCache, tmp_path: Path) -> None:
-    cache, source = make_cache(capacity_bytes=32 * BLOCK), Source(256 * BLOCK)
+def test_space_on_disk_stays_within_the_bound(make_cache: MakeCache, tmp_path: Path) -> None:
+    cache, source = make_cache(capacity_bytes=64 * BLOCK), Source(256 * BLOCK)
     file = cache.open(source.key)
     for offset in range(0, len(source.data), BLOCK):
         assert cache.read(file, offset, BLOCK, source.fetch) == source.data[offset : offset + BLOCK]
-    (data,) = tmp_path.glob("blocks/*/*.data")
-    assert data.stat().st_blocks * 512 <= 40 * BLOCK
-    assert cache.statistics().cached_bytes <= 32 * BLOCK
+    assert cache.flush()
+    (path,) = tmp_path.glob("blocks/*.cache")
+    table = Geometry.for_capacity(64 * BLOCK, BLOCK).table_bytes
+    assert path.stat().st_blocks * 512 <= table + 64 * BLOCK
+    statistics = cache.statistics()
+    assert statistics.cached_bytes <= statistics.space_bytes <= statistics.limit_bytes == 64 * BLOCK
+    assert statistics.evicted_bytes >= 256 * BLOCK - 64 * BLOCK
 
 
 def test_readers_never_see_what_eviction_leaves(make_cache: MakeCache) -> None:
-    cache = make_cache(capacity_bytes=24 * BLOCK)
+    # So little memory that nearly all is read from disk.
+    cache = make_cache(capacity_bytes=24 * BLOCK, memory=MemoryBudget(16 * BLOCK))
     sources = [Source(32 * BLOCK) for _ in range(4)]
     for number, source in enumerate(sources):
         source.key = FileKey(f"f{number}", "v", 32 * BLOCK)
@@ -246,28 +253,31 @@ def test_readers_never_see_what_eviction_leaves(make_cache: MakeCache) -> None:
     assert cache.statistics().evicted_bytes > 0
 
 
-def test_a_full_disk_reads_past_the_cache(make_cache: MakeCache) -> None:
-    cache, source = make_cache(free_disk_floor_bytes=1 << 60), Source(70 << 20)
+def test_a_disk_at_its_reserve_keeps_nothing_and_costs_no_reader_its_bytes(
+    make_cache: MakeCache,
+) -> None:
+    cache, source = make_cache(free_disk_floor_bytes=1 << 60), Source(64 * BLOCK)
     file = cache.open(source.key)
-    big = make_cache(capacity_bytes=1 << 30, free_disk_floor_bytes=1 << 60, max_fetch_bytes=1 << 27)
-    assert big.read(file, 0, len(source.data), source.fetch) == source.data
-    assert big.statistics().cached_bytes == 0
-    with pytest.raises(OSError, match="reserve") as caught:
-        big.ensure(file, 0, file.num_blocks - 1, source.fetch)
-    assert caught.value.errno == errno.ENOSPC
+    assert cache.read(file, 0, len(source.data), source.fetch) == source.data
+    cache.ensure(file, 0, file.num_blocks - 1, source.fetch)
+    assert cache.flush()
+    assert cache.statistics().cached_bytes == 0
+    assert cache.statistics().dropped_bytes >= len(source.data)
+    assert not cache.free_space(1)
 
 
 def test_files_of_an_earlier_mount_count_and_are_evicted_unopened(make_cache: MakeCache) -> None:
-    old = Source(16 * BLOCK)
+    old = Source(32 * BLOCK)
     first = make_cache()
-    first.read(first.open(old.key), 0, 16 * BLOCK, old.fetch)
+    first.read(first.open(old.key), 0, 32 * BLOCK, old.fetch)
     first.close()
-    second = make_cache(capacity_bytes=20 * BLOCK)
-    assert second.statistics().cached_bytes >= 16 * BLOCK
-    new = Source(16 * BLOCK)
-    new.key = FileKey("g", "v", 16 * BLOCK)
-    assert second.read(second.open(new.key), 0, 16 * BLOCK, new.fetch) == new.data
-    assert second.statistics().cached_bytes == 16 * BLOCK
+    second = make_cache(capacity_bytes=64 * BLOCK)
+    assert second.statistics().cached_bytes == 32 * BLOCK
+    new = Source(64 * BLOCK)
+    new.key = FileKey("g", "v", 64 * BLOCK)
+    assert second.read(second.open(new.key), 0, 64 * BLOCK, new.fetch) == new.data
+    assert second.flush()
+    assert second.statistics().space_bytes == 64 * BLOCK
     old.asked.clear()
     assert second.read(second.open(old.key), 0, BLOCK, old.fetch) == old.data[:BLOCK]
     assert len(old.asked) == 1
@@ -281,5 +291,6 @@ def test_rekeyed_blocks_are_those_of_the_new_name(make_cache: MakeCache) -> None
     source.asked.clear()
     assert cache.read(cache.open(new_key), 0, 4 * BLOCK, source.fetch) == source.data
     assert source.asked == []
+    assert cache.flush()
     cache.drop(new_key)
     assert cache.statistics().cached_bytes == 0

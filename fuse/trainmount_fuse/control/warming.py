@@ -37,6 +37,9 @@ _PARALLELISM: Final = 32
 _MAX_UNAVAILABLE: Final = 3
 """Files in a row that the store did not answer for, after minutes of trying each: it is down."""
 
+_FLUSH_SECONDS: Final = 60.0
+"""How long the cache's disk is waited for at the end."""
+
 _MAX_NAMED: Final = 100
 
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -81,10 +84,14 @@ class Warming:
             Cancelled: the event was set; what was brought in stays.
             VolumeError: the store is down, or takes our credentials no more.
         """
-        evicted = self._core.blocks.statistics().evicted_bytes
+        blocks = self._core.blocks
+        before = blocks.statistics()
         selection = Selection(self._core.volume, self._crew, self.report, self._file)
         self._crew.run(partial(selection.start, patterns))
-        if self._core.blocks.statistics().evicted_bytes != evicted:
+        blocks.flush(_FLUSH_SECONDS)
+        now = blocks.statistics()
+        # Held to be written is not kept yet.
+        if (now.evicted_bytes, now.dropped_bytes) != (before.evicted_bytes, before.dropped_bytes):
             self._name_those_thrown_out()
 
     def _file(self, stat: FileStat, *, is_second_try: bool = False) -> None:
@@ -108,17 +115,18 @@ class Warming:
 
     def _fits(self, stat: FileStat) -> bool:
         settings = self._core.settings
+        needed = self._core.blocks.space_for(stat.size_bytes)
         with self._lock:
             room = settings.cache_size_bytes
             reason = f"the cache is too small for all (--cache-size is {room})"
             free = _free_bytes(settings.cache_dir) - settings.free_disk_floor_bytes
             # Whatever else is cached makes room.
-            on_disk = max(0, free) + self._core.blocks.statistics().cached_bytes
+            on_disk = max(0, free) + self._core.blocks.statistics().space_bytes
             if on_disk < room:
                 room = on_disk
                 reason = "the disk of the cache is at its reserve"
-            if self._taken_bytes + stat.size_bytes <= room:
-                self._taken_bytes += stat.size_bytes
+            if self._taken_bytes + needed <= room:
+                self._taken_bytes += needed
                 return True
             self._leave_out(stat, reason)
             return False
@@ -156,20 +164,15 @@ class Warming:
 
     def _fetch(self, stat: FileStat, first: int, last: int) -> None:
         core, stop = self._core, self._crew.stop
-        length = self._length(stat, first, last)
 
         def fetch(byte_range: ByteRange, buffer: memoryview) -> None:
             core.volume.read_into(stat.path, byte_range, buffer, version=stat.version, cancel=stop)
 
-        core.memory.take(length, stop)
+        file = core.blocks.open(file_key(stat))
         try:
-            file = core.blocks.open(file_key(stat))
-            try:
-                core.blocks.ensure(file, first, last, fetch)
-            finally:
-                core.blocks.release(file)
+            core.blocks.ensure(file, first, last, fetch)
         finally:
-            core.memory.give_back(length)
+            core.blocks.release(file)
 
     def _length(self, stat: FileStat, first: int, last: int) -> int:
         block_size = self._core.settings.block_size_bytes
@@ -181,7 +184,7 @@ class Warming:
             is_first = not file.is_given_up
             file.is_given_up = True
             if is_first:
-                self._taken_bytes -= file.stat.size_bytes
+                self._taken_bytes -= self._core.blocks.space_for(file.stat.size_bytes)
             return is_first
 
     def _try_again(self, file: _File, error: VolumeError) -> None:

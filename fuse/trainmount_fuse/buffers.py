@@ -1,0 +1,75 @@
+"""Page-aligned memory for blocks on their way, used again and again: fresh memory would cost a page
+fault for every 4 KiB, more than copying the bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import Final
+
+__all__ = ["Buffer", "BufferPool", "padded_size"]
+
+_PAGE: Final = 4096
+_MAX_IDLE_BYTES: Final = 32 << 20
+_HUGE_BYTES: Final = 2 << 20
+
+
+class Buffer:
+    """Some memory; who has it from `take` may use it until `put_back`."""
+
+    __slots__ = ("size_bytes", "view")
+
+    def __init__(self, size_bytes: int) -> None:
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size_bytes >= _HUGE_BYTES:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.size_bytes = size_bytes
+        self.view = memoryview(memory)
+
+
+class BufferPool:
+    """Buffers that wait to be used again, 32 MiB of them at most. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[Buffer]] = {}
+        self._idle_bytes = 0
+
+    @property
+    def idle_bytes(self) -> int:
+        """What waits to be used again."""
+        return self._idle_bytes
+
+    @staticmethod
+    def size_for(num_bytes: int) -> int:
+        """The size of the buffer that `take` gives: the next power of two."""
+        return max(_PAGE, 1 << (num_bytes - 1).bit_length())
+
+    def take(self, num_bytes: int) -> Buffer:
+        """At least so many bytes, with anything in them."""
+        size = self.size_for(num_bytes)
+        with self._lock:
+            idle = self._idle.get(size)
+            if idle:
+                self._idle_bytes -= size
+                return idle.pop()
+        return Buffer(size)
+
+    def put_back(self, buffer: Buffer) -> None:
+        """Nobody looks at the buffer any more: the next `take` may give it to somebody else."""
+        with self._lock:
+            if self._idle_bytes + buffer.size_bytes <= _MAX_IDLE_BYTES:
+                self._idle_bytes += buffer.size_bytes
+                self._idle.setdefault(buffer.size_bytes, []).append(buffer)
+
+    def trim(self) -> None:
+        """Give the memory of all that wait back to the system."""
+        with self._lock:
+            self._idle.clear()
+            self._idle_bytes = 0
+
+
+def padded_size(num_bytes: int) -> int:
+    """Up to whole pages, the unit of reading and writing around the kernel's memory."""
+    return -(-num_bytes // _PAGE) * _PAGE

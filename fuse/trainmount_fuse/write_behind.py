@@ -1,0 +1,423 @@
+"""Fetched blocks in memory, and the thread that puts them on disk behind their readers.
+
+A fetched range is readable as soon as it is held. It goes when it is on disk and was read, or some
+seconds later, or when its memory is needed: ranges on disk first, then those that were read and are
+still waiting to be written. So a disk slower than the store loses blocks for the next epoch, but
+hardly slows this one. Only read-ahead waits for it: a moment for ranges to be written, and longer
+where nothing was read yet.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from typing import Final, NamedTuple
+
+import xxhash
+
+from trainmount_fuse.block_file import BlockFile, HeldRange
+from trainmount_fuse.buffers import BufferPool, padded_size
+from trainmount_fuse.cache_table import BlockKey, Place
+from trainmount_fuse.memory import MemoryBudget
+from trainmount_fuse.shared_cells import SharedCells
+
+__all__ = ["WriteBehind"]
+
+log = logging.getLogger(__name__)
+
+_MAX_BATCH: Final = 256
+"""Ranges written at once: small files come by the hundred, and one call takes them all."""
+
+_SHARE_OF_MEMORY: Final = 2
+"""At most one part in so many of the mount's memory is held here, so that uploads find theirs."""
+
+_UNREAD_SECONDS: Final = 2.0
+"""How long a range that is on disk stays in memory for a reader that has not come yet."""
+
+_TIDY_SECONDS: Final = 1.0
+_ROOM_SECONDS: Final = 10.0
+"""How long read-ahead waits for memory."""
+
+_PATIENCE_SECONDS: Final = 0.1
+"""How long read-ahead waits for the disk before a range that was read is lost. With 8 ranges of
+8 MiB under way, a disk that takes 640 MB/s loses none, and a slower one slows reading to that.
+"""
+
+_LOG_SECONDS: Final = 60.0
+
+
+class _Piece(NamedTuple):
+    """Blocks of a range that stand in one cell, one behind the other."""
+
+    held: HeldRange
+    first: int
+    last: int
+
+    @property
+    def view(self) -> memoryview:
+        """Their bytes, in whole pages."""
+        return self.held.padded_view(self.first, self.last)
+
+
+class _OpenCell:
+    """The cell that is being filled."""
+
+    def __init__(self, cells: SharedCells) -> None:
+        self._cells = cells
+        self._cell: tuple[int, int] | None = None
+        self._filled_bytes = 0
+
+    def write(self, pieces: deque[_Piece]) -> None:
+        """Put on disk what fits into one cell, and take it off `pieces`. Raises OSError."""
+        smallest = padded_size(pieces[0].held.file.length_of(pieces[0].first))
+        if self._filled_bytes + smallest > self._cells.cell_bytes:
+            self.seal()
+        if self._cell is None:
+            self._cell, self._filled_bytes = self._cells.begin_cell(), 0
+        number, generation = self._cell
+        start = self._filled_bytes
+        fitting = _fitting(pieces, self._cells.cell_bytes - start)
+        try:
+            self._cells.write(number, start, [piece.view for piece in fitting])
+        except OSError:
+            self.seal()
+            raise
+        entries: list[tuple[BlockKey, Place]] = []
+        for piece in fitting:
+            file = piece.held.written_file
+            for index in range(piece.first, piece.last + 1):
+                checksum = xxhash.xxh3_64_intdigest(piece.held.view(index))
+                offset = self._filled_bytes + file.offset_of(index - piece.first)
+                place = Place(number, generation, offset, file.length_of(index), checksum)
+                entries.append((file.block_key(index), place))
+            self._filled_bytes += len(piece.view)
+        # After the bytes: whoever finds an entry finds the block.
+        self._cells.publish(number, entries)
+
+    def seal(self) -> None:
+        """Let the cell go; what is in it stays."""
+        if self._cell is not None:
+            number, _generation = self._cell
+            self._cell, self._filled_bytes = None, 0
+            self._cells.seal_cell(number)
+
+
+def _fitting(pieces: deque[_Piece], room: int) -> list[_Piece]:
+    """Take off what fits into so many bytes; the last piece taken may be a part of one."""
+    fitting: list[_Piece] = []
+    while pieces:
+        piece = pieces[0]
+        size = len(piece.view)
+        if size <= room:
+            fitting.append(pieces.popleft())
+            room -= size
+            continue
+        num_blocks = room // piece.held.file.block_size_bytes
+        if num_blocks and piece.last > piece.first:
+            middle = piece.first + num_blocks
+            fitting.append(_Piece(piece.held, piece.first, middle - 1))
+            pieces[0] = _Piece(piece.held, middle, piece.last)
+        return fitting
+    return fitting
+
+
+class WriteBehind:
+    """All held ranges of one mount. Any thread may call; only `take` waits."""
+
+    def __init__(self, cells: SharedCells | None, memory: MemoryBudget) -> None:
+        self.pool = BufferPool()
+        self.dropped_bytes = 0
+        """What was not written since the disk was too slow or would not take it."""
+
+        self._cells = cells
+        self._memory = memory
+        self._max_bytes = memory.statistics().limit_bytes // _SHARE_OF_MEMORY
+        # Guards everything below and the ranges. Taken before a file's lock, never after it.
+        self._changed = threading.Condition()
+        # In the order of their coming; the oldest is written, and let go, first.
+        self._queue: OrderedDict[HeldRange, None] = OrderedDict()
+        self._clean: OrderedDict[HeldRange, None] = OrderedDict()
+        self._held_bytes = 0
+        self._num_writing = 0
+        self._logged_at = -_LOG_SECONDS
+        self._is_closing = False
+        self._is_untidy = True
+        # One, so that what is read together stands together.
+        self._writer = threading.Thread(target=self._run, name="cache-write", daemon=True)
+        if cells is not None:
+            self._writer.start()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of all ranges."""
+        return self._held_bytes
+
+    def take(self, file: BlockFile, first: int, last: int, *, can_wait: bool) -> HeldRange:
+        """Memory to fetch blocks into, for `hold` or `discard`.
+
+        Where the share of the cache is used up, read-ahead (`can_wait`) waits for the disk; a
+        reader gets memory all the same as soon as the mount has some, and its range will not be
+        written.
+
+        Raises:
+            OSError: ENOSPC after 10 s without room for read-ahead.
+        """
+        num_bytes = file.offset_of(last) + file.length_of(last) - file.offset_of(first)
+        size = self.pool.size_for(num_bytes)
+        if not self._try_take(size, can_wait=can_wait):
+            self._memory.take(size)
+            with self._changed:
+                self._held_bytes += size
+        return HeldRange(file, first, last, self.pool.take(num_bytes))
+
+    def discard(self, held: HeldRange) -> None:
+        """The fetch failed."""
+        with self._changed:
+            self._let_go(held)
+
+    def hold(self, held: HeldRange, *, is_pinned: bool = False) -> None:
+        """The bytes are there: readable from now on, and written soon. With `is_pinned`, the caller
+        may look at the buffer until `unpin`.
+        """
+        with self._changed:
+            held.num_pins += is_pinned
+            self._show(held)
+            if self._cells is None or self._held_bytes > self._max_bytes:
+                self._lose(held)
+            else:
+                self._queue[held] = None
+            self._changed.notify_all()
+
+    def unpin(self, held: HeldRange) -> None:
+        """The caller of `hold` does not look at the buffer any more."""
+        with self._changed:
+            held.num_pins -= 1
+            if held.is_let_go and not held.num_pins:
+                self._free(held)
+
+    def was_read(self, held: HeldRange) -> None:
+        """The last byte of a range was taken by a reader."""
+        with self._changed:
+            if held in self._clean:
+                del self._clean[held]
+                self._let_go(held)
+            else:
+                self._changed.notify_all()
+
+    def rekey(self, old: BlockFile, new: BlockFile) -> None:
+        """What is held of `old` is of `new` from now on."""
+        with self._changed:
+            for held in set(old.held.values()):
+                with old.lock:
+                    self._hide(held)
+                self._give_up_claim(held)
+                held.file = new
+                self._show(held)
+
+    def drop(self, file: BlockFile) -> None:
+        """Nothing that is held of a file is wanted any more."""
+        with self._changed:
+            for held in set(file.held.values()):
+                if held.is_writing:
+                    held.is_dropped = True
+                    continue
+                self._queue.pop(held, None)
+                self._clean.pop(held, None)
+                self._let_go(held)
+
+    def tidy_soon(self) -> None:
+        """Cells may have become empty: give their space back to the disk."""
+        with self._changed:
+            self._is_untidy = True
+            self._changed.notify_all()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that was held before is on disk or lost; false after that time."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._queue and not self._num_writing, seconds
+            )
+
+    def close(self, seconds: float) -> None:
+        """Write what waits, that long at most, and end the thread."""
+        self.flush(seconds)
+        with self._changed:
+            self._is_closing = True
+            self.dropped_bytes += sum(held.buffer.size_bytes for held in self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        if self._cells is not None:
+            self._writer.join()
+
+    def _try_take(self, size: int, *, can_wait: bool) -> bool:
+        start = time.monotonic()
+        with self._changed:
+            while True:
+                is_within = not self._held_bytes or self._held_bytes + size <= self._max_bytes
+                if is_within and self._memory.try_take(size):
+                    self._held_bytes += size
+                    return True
+                waited_seconds = time.monotonic() - start
+                if self._make_room(can_lose=not can_wait or waited_seconds > _PATIENCE_SECONDS):
+                    continue
+                if not can_wait:
+                    return False
+                if waited_seconds > _ROOM_SECONDS:
+                    raise OSError(errno.ENOSPC, "no memory for read-ahead")
+                # Memory that others give back wakes nobody here.
+                self._changed.wait(_PATIENCE_SECONDS / 4)
+
+    def _make_room(self, *, can_lose: bool) -> bool:
+        """Let one range go that nobody misses now; one not written yet only where it may be
+        lost.
+        """
+        if self._clean:
+            self._let_go(self._clean.popitem(last=False)[0])
+            return True
+        for held in self._queue if can_lose else ():
+            if held.num_unread_bytes <= 0:
+                del self._queue[held]
+                self.dropped_bytes += held.buffer.size_bytes
+                self._let_go(held)
+                return True
+        return False
+
+    def _show(self, held: HeldRange) -> None:
+        with held.file.lock:
+            for index in range(held.first, held.last + 1):
+                held.file.held[index] = held
+
+    def _hide(self, held: HeldRange) -> None:
+        for index in range(held.first, held.last + 1):
+            if held.file.held.get(index) is held:
+                del held.file.held[index]
+
+    def _let_go(self, held: HeldRange) -> None:
+        with held.file.lock:
+            self._hide(held)
+        self._give_up_claim(held)
+        held.is_let_go = True
+        if not held.num_pins:
+            self._free(held)
+
+    def _free(self, held: HeldRange) -> None:
+        # In no file any more, not being written and not pinned: nobody looks at it.
+        self.pool.put_back(held.buffer)
+        self._memory.give_back(held.buffer.size_bytes)
+        self._held_bytes -= held.buffer.size_bytes
+        self._changed.notify_all()
+
+    def _lose(self, held: HeldRange) -> None:
+        """Keep the range for its reader, and do not write it."""
+        self.dropped_bytes += held.buffer.size_bytes
+        self._retain(held)
+
+    def _retain(self, held: HeldRange) -> None:
+        self._give_up_claim(held)
+        if held.num_unread_bytes <= 0 or held.is_dropped or self._memory.is_short:
+            self._let_go(held)
+            return
+        held.written_at = time.monotonic()
+        self._clean[held] = None
+
+    def _give_up_claim(self, held: HeldRange) -> None:
+        if held.has_claim and self._cells is not None:
+            held.has_claim = False
+            self._cells.give_up_claim(held.file.block_key(held.first), held.last - held.first + 1)
+
+    def _run(self) -> None:
+        assert self._cells is not None
+        cell = _OpenCell(self._cells)
+        while batch := self._next():
+            try:
+                pieces = deque(_Piece(held, held.first, held.last) for held in batch)
+                while pieces:
+                    cell.write(pieces)
+            except OSError as error:
+                self._failed(batch, error)
+            else:
+                self._written(batch)
+        try:
+            cell.seal()
+        except OSError:
+            log.debug("A cell stays open until another mount joins", exc_info=True)
+
+    def _next(self) -> list[HeldRange]:
+        """The next ranges to write; none at the end. Tidies up while there are none."""
+        while True:
+            with self._changed:
+                while not self._queue and not self._is_closing and not self._is_untidy:
+                    is_idle = not self._clean and not self.pool.idle_bytes
+                    if not self._changed.wait(None if is_idle else _TIDY_SECONDS):
+                        break
+                if self._queue:
+                    return self._batch()
+                if self._is_closing:
+                    return []
+                self._is_untidy = False
+                self._let_old_go()
+            self._trim()
+
+    def _batch(self) -> list[HeldRange]:
+        batch: list[HeldRange] = []
+        assert self._cells is not None
+        room = self._cells.cell_bytes
+        while self._queue and len(batch) < _MAX_BATCH and room > 0:
+            held, _none = self._queue.popitem(last=False)
+            held.is_writing = True
+            held.written_file = held.file
+            room -= held.buffer.size_bytes
+            batch.append(held)
+        self._num_writing = len(batch)
+        return batch
+
+    def _let_old_go(self) -> None:
+        now = time.monotonic()
+        while self._clean and next(iter(self._clean)).written_at + _UNREAD_SECONDS < now:
+            self._let_go(self._clean.popitem(last=False)[0])
+        if not self._held_bytes:
+            self.pool.trim()
+
+    def _trim(self) -> None:
+        assert self._cells is not None
+        try:
+            self._cells.trim()
+        except OSError:
+            log.debug("The cache could not be trimmed", exc_info=True)
+
+    def _written(self, batch: list[HeldRange]) -> None:
+        gone: list[BlockKey] = []
+        with self._changed:
+            for held in batch:
+                file = held.written_file
+                held.is_writing = False
+                if held.is_dropped or held.file is not file:
+                    # What was published has nobody's name.
+                    gone += [file.block_key(i) for i in range(held.first, held.last + 1)]
+                if held.file is not file and not held.is_dropped:
+                    self._queue[held] = None
+                else:
+                    self._retain(held)
+            self._num_writing = 0
+            self._changed.notify_all()
+        if gone and self._cells is not None:
+            try:
+                self._cells.remove(gone)
+            except OSError:
+                log.debug("Blocks of no name stay until they are thrown out", exc_info=True)
+
+    def _failed(self, batch: list[HeldRange], error: OSError) -> None:
+        with self._changed:
+            for held in batch:
+                held.is_writing = False
+                self._lose(held)
+            self._num_writing = 0
+            self._changed.notify_all()
+            now = time.monotonic()
+            if self._logged_at + _LOG_SECONDS > now:
+                return
+            self._logged_at = now
+        log.warning("Blocks could not be cached", extra={"error": str(error)})
