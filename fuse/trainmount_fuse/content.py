@@ -158,7 +158,10 @@ class Content:
         not wait for gigabytes to come. The inode's lock is held.
         """
         core = self._core
-        if core.staged(inode) is not None or not core.handles.is_open(inode.ino):
+        if not core.handles.is_open(inode.ino):
+            return
+        core.leaving.add(inode.ino)
+        if core.staged(inode) is not None:
             return
         if inode.stat is None or inode.stat.size_bytes > _KEPT_BYTES:
             return
@@ -171,6 +174,7 @@ class Content:
     async def let_go(self, inode: Inode) -> None:
         """The name is gone: local bytes live on for open handles only. The inode's lock is held."""
         core = self._core
+        core.leaving.discard(inode.ino)
         staged = core.staged(inode)
         if staged is None:
             return

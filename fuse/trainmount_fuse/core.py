@@ -16,7 +16,7 @@ import errno
 import math
 import stat as stat_module
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainmount_files.errors import VolumeError
@@ -64,6 +64,11 @@ class Core:
     """When the state of this mount was made: the time of directories, for which a store keeps none.
     """
 
+    leaving: set[int] = field(default_factory=set)
+    """Open files whose names are being taken away, and whose bytes are kept here for their handles:
+    what the store has at the name meanwhile is not theirs.
+    """
+
     def directory(self, ino: int) -> Inode:
         """Raises OSError ENOTDIR, ESTALE."""
         inode = self.inodes.get(ino)
@@ -88,11 +93,13 @@ class Core:
         return self.staging.find(inode.ino)
 
     def unsent(self, inode: Inode) -> StagedFile | None:
-        """The local bytes of the inode where the store lacks them: what the store says does not
-        count then.
+        """The local bytes of the inode where the store lacks them, or soon will: what the store
+        says does not count then.
         """
         staged = self.staged(inode)
-        return None if staged is None or staged.state is StagedState.CLEAN else staged
+        if staged is None or inode.ino in self.leaving:
+            return staged
+        return None if staged.state is StagedState.CLEAN else staged
 
     def staged_child(self, directory: Inode, name: str) -> Inode | None:
         """The inode at a name whose local bytes the store does not have yet, or not as they are."""
@@ -141,8 +148,8 @@ class Core:
             return inode
         known = inode.stat
         if known is not None and known.version != stat.version:
-            # Always another inode: of two answers that tell one inode's size, the kernel may believe
-            # the older, and two that open at once would mix the new bytes with the old size.
+            # Always another inode: of two answers that tell one inode's size, the kernel may
+            # believe the older, and two that open at once would mix new bytes with the old size.
             mode = inode.mode
             self.inodes.detach(inode, Link.REPLACED)
             inode = self.inodes.ensure_child(directory.ino, name, is_directory=False)

@@ -203,6 +203,14 @@ class InodeTable:
             inode = self.get(inode.parent_ino)
         return "/".join(reversed(names))
 
+    def name_of(self, ino: int) -> tuple[int, str] | None:
+        """The directory and the name that the inode has; None where it has none."""
+        try:
+            inode = self.get(ino)
+        except OSError:
+            return None
+        return (inode.parent_ino, inode.name) if inode.link is Link.LINKED else None
+
     def is_below(self, inode: Inode, ancestor_ino: int) -> bool:
         """Whether `ancestor_ino` is the inode itself or a directory above it."""
         while inode.ino != ancestor_ino:

@@ -22,6 +22,7 @@ from trainmount_fuse.attributes import Attributes, OpenFile
 from trainmount_fuse.content import Content
 from trainmount_fuse.core import Core, file_key
 from trainmount_fuse.inodes import Inode, Link
+from trainmount_fuse.staging import remote_stat
 
 __all__ = ["RENAME_NOREPLACE", "Namespace"]
 
@@ -103,7 +104,7 @@ class Namespace:
                     return
             if child.is_directory:
                 raise OSError(errno.EISDIR, "is a directory")
-            with self._intending("unlink", directory, name):
+            with self._intending("unlink", directory, name, leaving=child):
                 async with child.lock:
                     await self._unlink_file(child)
 
@@ -158,9 +159,11 @@ class Namespace:
             _check_kinds(source, target)
             if not source.is_directory:
                 argument = f"{new_parent.ino}/{new_name}"
-                with self._intending("rename", old_parent, old_name, argument):
+                with self._intending("rename", old_parent, old_name, argument, leaving=target):
                     async with _locked(source, target):
-                        await self._rename_file(source, new_parent, new_name, target)
+                        await self._rename_file(
+                            source, new_parent, new_name, target, is_repeated=is_repeated
+                        )
                 return
         # Uploads below the directory would go to names that are on the move, so all of them wait.
         async with core.tree.exclusive():
@@ -202,7 +205,13 @@ class Namespace:
         await self._content.let_go(child)
 
     async def _rename_file(
-        self, source: Inode, new_parent: Inode, new_name: str, target: Inode | None
+        self,
+        source: Inode,
+        new_parent: Inode,
+        new_name: str,
+        target: Inode | None,
+        *,
+        is_repeated: bool,
     ) -> None:
         core = self._core
         if target is not None:
@@ -212,12 +221,19 @@ class Namespace:
         new_path = _joined(core.inodes.path_of(new_parent), new_name)
         stat: FileStat | None = None
         if staged is None or staged.base_version is not None:
-            stat = await core.workers.call(core.volume.rename, old_path, new_path)
-            await self._content.drop_namesakes(stat)
+            try:
+                stat = await core.workers.call(core.volume.rename, old_path, new_path)
+            except NotFound:
+                if staged is None or not is_repeated:
+                    raise
+                # A predecessor did it, or had written down what the file will follow on.
+                stat = await core.workers.call(remote_stat, core.volume, new_path)
+            if stat is not None:
+                await self._content.drop_namesakes(stat)
         if target is not None:
             self._removed(target)
             await self._content.let_go(target)
-        elif (lost := core.inodes.find_child(new_parent.ino, new_name)) is not None:
+        if (lost := core.inodes.find_child(new_parent.ino, new_name)) not in (None, source):
             core.inodes.detach(lost, Link.UNLINKED)
         if staged is not None:
             # Not uploaded yet: its upload will follow on what the target has in the store.
@@ -365,6 +381,8 @@ class Namespace:
         if left is not None:
             if target is not None and target is not left:
                 core.inodes.detach(target, Link.UNLINKED)
+                async with target.lock:
+                    await self._content.let_go(target)
             core.metadata.note_absent(old_parent.ino, old_name)
             core.inodes.move(left, new_parent.ino, new_name)
             core.metadata.note_unknown(new_parent.ino, new_name)
@@ -373,7 +391,12 @@ class Namespace:
 
     @contextmanager
     def _intending(
-        self, operation: str, directory: Inode, name: str, argument: str = ""
+        self,
+        operation: str,
+        directory: Inode,
+        name: str,
+        argument: str = "",
+        leaving: Inode | None = None,
     ) -> Iterator[None]:
         """Written down while it happens and afterwards; not if it was refused."""
         row_id = self._core.intents.note(operation, directory.ino, name, argument)
@@ -381,6 +404,8 @@ class Namespace:
             yield
         except (VolumeError, OSError):
             self._core.intents.retract(row_id)
+            if leaving is not None:
+                self._core.leaving.discard(leaving.ino)
             raise
         self._core.intents.ended(row_id)
 

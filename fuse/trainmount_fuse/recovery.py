@@ -42,6 +42,7 @@ class Recovery:
         """
         core = self._core
         pending: list[Inode] = []
+        leaving = core.intents.leaving()
         for ino in core.staging.inos():
             staged = core.staging.find(ino)
             if staged is None:
@@ -50,6 +51,8 @@ class Recovery:
             if staged.state is StagedState.ORPHAN or staged.state is StagedState.CLEAN:
                 if not is_open:
                     core.staging.drop_leftover(staged)
+                elif core.inodes.name_of(ino) in leaving:
+                    core.leaving.add(ino)
                 continue
             inode = self._inode_of(staged)
             if not is_open:
@@ -62,7 +65,10 @@ class Recovery:
         """Send them, one after the other. An error leaves a file as failed, and the
         others go on. Before them, what a dead daemon had begun is aborted.
         """
-        await self._core.workers.call(self._core.staging.abandon_left)
+        try:
+            await self._core.workers.call(self._core.staging.abandon_left)
+        except Exception:
+            log.exception("What an earlier daemon had begun to upload is not aborted yet")
         for inode in pending:
             try:
                 await self._upload_one(inode)
@@ -127,7 +133,9 @@ class Recovery:
         core = self._core
         try:
             inode = core.inodes.get(staged.ino)
-            if not inode.is_directory and core.inodes.path_of(inode) == staged.volume_path:
+            # Under another name, a predecessor died in a rename, and the kernel repeats that.
+            is_same = core.inodes.path_of(inode) == staged.volume_path
+            if not inode.is_directory and (is_same or core.handles.is_open(inode.ino)):
                 return inode
         except OSError:
             log.info("Inode numbers were lost", extra={"path": staged.volume_path})

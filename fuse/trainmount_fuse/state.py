@@ -137,6 +137,21 @@ class Intents:
         """The operation was refused: nothing of it was done."""
         self._database.execute("DELETE FROM intents WHERE id = ?", (row_id,))
 
+    def leaving(self) -> set[tuple[int, str]]:
+        """Names that predecessors may have been taking away: directory and name."""
+        rows = self._database.execute(
+            "SELECT operation, parent_ino, name, argument FROM intents WHERE generation < ?"
+            " AND operation IN ('unlink', 'rename')",
+            (self._generation,),
+        )
+        found: set[tuple[int, str]] = set()
+        for operation, parent_ino, name, argument in rows:
+            if operation == "rename":
+                parent, _, name = argument.partition("/")
+                parent_ino = int(parent)
+            found.add((parent_ino, name))
+        return found
+
     def ended(self, row_id: int) -> None:
         """The operation was carried out; its answer is on the way."""
         self._ended.append((time.monotonic(), row_id))

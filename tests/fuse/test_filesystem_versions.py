@@ -1,0 +1,111 @@
+"""Versions and times: a store that tells versions apart by size only, as the Files API does within
+one second, and times that programs set."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainmount_files.volume import FileStat, Page
+from trainmount_fuse.attributes import AttributeChanges
+
+
+def _coarse(stat: FileStat) -> FileStat:
+    return stat if stat.is_directory else replace(stat, version=f"{stat.size_bytes}")
+
+
+def _coarsely(call: Callable[..., FileStat]) -> Callable[..., FileStat]:
+    return lambda *arguments, **options: _coarse(call(*arguments, **options))
+
+
+async def _node(world: Any) -> Any:
+    node = await world.node()
+    inner = node.volume.inner
+    for name in ("stat", "put", "upload", "rename"):
+        setattr(inner, name, _coarsely(getattr(inner, name)))
+    list_page, read_into = inner.list_page, inner.read_into
+
+    def list_coarsely(*arguments: Any, **options: Any) -> Page:
+        page = list_page(*arguments, **options)
+        return replace(page, entries=tuple(_coarse(one) for one in page.entries))
+
+    def read_coarsely(*arguments: Any, **options: Any) -> None:
+        read_into(*arguments, **(options | {"version": None}))
+
+    inner.list_page, inner.read_into = list_coarsely, read_coarsely
+    return node
+
+
+async def test_a_file_rewritten_with_equal_length_reads_as_rewritten(world: Any) -> None:
+    node = await _node(world)
+    for content in (b"one" * 3000, b"two" * 3000, b"six" * 3000):
+        await node.write("f", content)
+        assert await node.read("f") == content
+
+
+async def test_a_file_renamed_over_one_of_equal_length_reads_as_itself(world: Any) -> None:
+    node = await _node(world)
+    for content in (b"one" * 3000, b"two" * 3000, b"six" * 3000):
+        await node.write("f.part", content)
+        await node.rename("f.part", "f")
+        assert await node.read("f") == content
+
+
+async def test_local_bytes_that_a_successor_uploads_replace_what_was_cached(world: Any) -> None:
+    node = await _node(world)
+    await node.write("f", b"one" * 3000)
+    assert await node.read("f") == b"one" * 3000
+    handle = await node.open("f", 1)
+    await node.fs.write(handle, 0, b"two" * 3000)
+    await node.remount()
+    await node.settled(lambda: node.staging_files() == [], "all is uploaded")
+    assert world.remote_files() == {"f": b"two" * 3000}
+    assert await node.read("f") == b"two" * 3000
+
+
+async def test_a_time_set_while_the_uploaded_bytes_are_still_here_stays(world: Any) -> None:
+    node = await world.node()
+    handle = await node.open("f", os.O_CREAT | os.O_WRONLY)
+    await node.fs.write(handle, 0, b"bytes")
+    await node.fs.flush(handle)
+    ino = (await node.stat("f")).ino
+    await node.fs.setattr(ino, AttributeChanges(mtime_ns=10**18))
+    await node.fs.release(handle)
+    assert (await node.stat("f")).mtime_ns == 10**18
+
+
+async def test_a_time_that_was_set_stays_with_an_open_file_that_is_removed(world: Any) -> None:
+    node = await world.node()
+    await node.write("f", b"bytes")
+    ino = (await node.stat("f")).ino
+    await node.fs.setattr(ino, AttributeChanges(mtime_ns=10**18))
+    handle = await node.open("f", os.O_RDONLY)
+    await node.unlink("f")
+    assert (await node.fs.getattr(ino)).mtime_ns == 10**18
+    await node.close(handle)
+
+
+async def test_an_open_sees_another_nodes_close_while_uploaded_bytes_are_still_here(
+    world: Any,
+) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await a.write("f", b"first")
+    writer = await a.open("f", os.O_WRONLY | os.O_TRUNC)
+    await a.fs.write(writer, 0, b"second")
+    await a.fs.flush(writer)
+    reader = await a.open("f")
+    await b.write("f", b"third")
+    assert await a.read("f") == b"third"
+    assert await a.read_handle(reader) == b"second"
+    with pytest.raises(OSError, match="replaced") as raised:
+        await a.fs.write(writer, 0, b"fourth")
+    assert raised.value.errno == errno.ESTALE
+    await a.close(reader)
+    await a.close(writer)
+    assert await a.read("f") == b"third"
+    assert world.remote_files() == {"f": b"third"}
