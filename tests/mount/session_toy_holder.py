@@ -5,7 +5,7 @@ tests of the session.
 
 With FAULT `no-takeover` the daemon is the real one, on a kernel that repeats no request; with
 `impatient` it is session_impatient_daemon.py; with `attentive` the real one, missed after two
-seconds.
+seconds; with `hasty` the real one, which counts a silent store as away after half a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from session_impatient_daemon import serve_impatiently
 from session_toy_daemon import serve_toy
 
 from trainmount_fuse.main import main
-from trainmount_fuse.session import holder, restarts, supervisor
+from trainmount_fuse.session import daemon, holder, restarts, supervisor
 
 if __name__ == "__main__":
     fault = sys.argv.pop(1)
@@ -32,6 +32,8 @@ if __name__ == "__main__":
         changed["hang_timeout_seconds"] = 2.0
     if fault == "impatient":
         changed["serve"] = serve_impatiently
+    elif fault == "hasty":
+        daemon.STORE_PATIENCE_SECONDS = 0.5  # type: ignore[misc]
     elif fault not in ("no-takeover", "attentive"):
         changed["serve"] = functools.partial(serve_toy, fault)
     supervisor.SupervisorOptions = functools.partial(  # type: ignore[assignment, misc]

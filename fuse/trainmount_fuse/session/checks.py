@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 CHECK_TIMEOUT_SECONDS: Final = 30.0
 """Long enough for a token exchange and a slow store, short enough for a person who waits."""
 
-LOCK_TIMEOUT_SECONDS: Final = 5.0
+LOCK_TIMEOUT_SECONDS: Final = 3.0
 """How long a mount that was just unmounted may take to end."""
 
 _HINTS: Final[dict[type[VolumeError], str]] = {

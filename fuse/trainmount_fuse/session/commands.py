@@ -26,7 +26,7 @@ __all__ = ["CommandError", "CommandSocket", "ask_holder", "give_answer"]
 
 logger = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT_SECONDS: Final = 5.0
+ANSWER_TIMEOUT_SECONDS: Final = 3.0
 """For what a holder answers out of its head."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import subprocess
 import sys
@@ -13,8 +12,6 @@ from typing import Final
 from trainmount_fuse.session.mounting import FILESYSTEM_TYPE, find_mount, normalized, unmount
 
 __all__ = ["is_aborted", "remove_dead_mount"]
-
-logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_SECONDS: Final = 3.0
 """A dead connection answers at once."""
@@ -37,7 +34,6 @@ def remove_dead_mount(mountpoint: Path) -> bool:
     mount = find_mount(mountpoint)
     if mount is None or mount.filesystem_type != FILESYSTEM_TYPE or not is_aborted(mountpoint):
         return False
-    logger.info("removing a dead mount", extra={"mountpoint": str(mountpoint)})
     unmount(mountpoint, lazy=True)
     return True
 

@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 MAX_READ_BYTES: Final = 16 << 20
 """Upper bound for one read; fs.fuse.max_pages_limit and the session's max_pages lower it."""
 
-LOOKS_A_NAME_CHECK: Final = 5
+LOOKS_A_NAME_CHECK: Final = 2
 """Every how many looks of the supervisor the mount's name is looked for."""
 
 
@@ -117,7 +117,8 @@ def hold(options: HolderOptions) -> int:
             locks[str(folder)] = lock_folder(folder)
             stack.callback(unlock_folder, locks[str(folder)])
         check_folders(settings)
-        remove_dead_mount(options.mountpoint)
+        if remove_dead_mount(options.mountpoint):
+            logger.info("removed a dead mount", extra={"mountpoint": str(options.mountpoint)})
         fault = options.self_test()
         # A stop that comes in between would leave a mount without a server. The supervisor lets it
         # through.

@@ -1,0 +1,282 @@
+"""Ends of a mount that do not go smoothly: it is used, its store is away, its daemon or its holder
+hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainmount_fuse.session.mounting import find_mount
+from trainmount_fuse.session.registry import find_record, list_records
+
+
+def _unmount(mountpoint: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainmount_fuse", "unmount", str(mountpoint), *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@contextlib.contextmanager
+def _program(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A program that has said that it is so far, and goes on when its input ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+            yield program
+        finally:
+            program.kill()
+
+
+IN_DIRECTORY = """
+import os, sys
+os.chdir(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+os.listdir()
+"""
+
+WRITING = """
+import os, sys
+file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+os.write(file, b"only here")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+READING = """
+import os, sys
+print("ready", flush=True)
+os.stat(sys.argv[1])
+"""
+
+
+def test_a_mount_that_is_used_is_not_unmounted_and_serves_on(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    with _program(IN_DIRECTORY, mount.mountpoint) as program:
+        done = _unmount(mount.mountpoint)
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"trainmount: cannot unmount {mount.mountpoint}: a program has files or its directory "
+            f"there ({Path(f'/proc/{program.pid}/comm').read_text().strip()} {program.pid})\n"
+        )
+        by_hand = subprocess.run(
+            ["umount", str(mount.mountpoint)], capture_output=True, text=True, check=False
+        )
+        assert by_hand.returncode != 0
+        assert "busy" in by_hand.stderr
+        assert (mount.mountpoint / "f").exists()
+        # It goes on as if nobody had asked, also after a death.
+        mount.kill_daemon()
+        assert program.communicate("", timeout=60) == ("", "")
+    assert _unmount(mount.mountpoint).returncode == 0
+    assert mount.process.wait(60) == 0
+    assert not mount.is_mounted()
+
+
+def test_unmount_uploads_what_is_unsent_and_force_ends_a_used_mount(start_mount, tmp_path):
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    mount = start_mount(f"file://{volume}")
+    with _program(WRITING, mount.mountpoint / "file"):
+        done = _unmount(mount.mountpoint, "--force")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert not mount.is_mounted()
+    assert (volume / "file").read_bytes() == b"only here"
+    assert mount.process.wait(60) == 0
+    # Its place and its folders are free at once.
+    mount.start()
+    mount.wait_ready()
+    assert (mount.mountpoint / "file").read_bytes() == b"only here"
+
+
+def test_unmount_names_what_could_not_be_uploaded(start_mount, tmp_path):
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    mount = start_mount(f"file://{volume}")
+    with _program(WRITING, mount.mountpoint / "late"):
+        volume.rename(tmp_path / "away")
+        done = _unmount(mount.mountpoint, "--force")
+    assert done.returncode == 74
+    assert done.stderr.startswith("trainmount: unmounted, but not uploaded and kept in ")
+    assert ": late; mount again" in done.stderr
+    assert mount.process.wait(60) == 74
+    (tmp_path / "away").rename(volume)
+    mount.start()
+    mount.wait_ready()
+    assert mount.stop() == 0
+    assert (volume / "late").read_bytes() == b"only here"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_the_store_is_away_does_not_wait_for_it(files_server, start_mount, number):
+    environment = files_server.environment()
+    mount = start_mount(files_server.source, environment=environment, toy="hasty")
+    with (
+        _program(WRITING, mount.mountpoint / "late"),
+        _program(READING, mount.mountpoint / "asked"),
+    ):
+        # Its retries go on for two minutes.
+        files_server.process.send_signal(signal.SIGSTOP)
+        with _program(READING, mount.mountpoint / "asked later"):
+            mount.process.send_signal(number)
+            assert mount.process.wait(60) == 74
+    assert "the store is away" in mount.log
+    assert "files=['late']" in mount.log
+    assert "did not end in time" not in mount.log
+    files_server.process.send_signal(signal.SIGCONT)
+    mount.start()
+    mount.wait_ready()
+    assert mount.stop() == 0
+    assert (files_server.volume / "late").read_bytes() == b"only here"
+
+
+def test_ctrl_c_twice_ends_at_once_and_names_what_is_unsent(files_server, start_mount, wait_until):
+    mount = start_mount(files_server.source, environment=files_server.environment())
+    with _program(WRITING, mount.mountpoint / "late"):
+        files_server.process.send_signal(signal.SIGSTOP)
+        mount.process.send_signal(signal.SIGTERM)
+        mount.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: " stopping" in mount.log, "the stop")
+        mount.process.send_signal(signal.SIGINT)
+        # Two that come together are one.
+        wait_until(lambda: mount.process.send_signal(signal.SIGINT) or _is_over(mount), "the end")
+        assert mount.process.wait(60) == 74
+    assert "files=['late']" in mount.log
+    assert not mount.is_mounted()
+
+
+def _is_over(mount) -> bool:
+    return mount.process.poll() is not None
+
+
+def test_a_daemon_that_is_stopped_is_replaced_and_programs_only_wait(
+    start_mount, read_at_random, tmp_path
+):
+    mount = start_mount(
+        f"file://{tmp_path}/mnt.files",
+        toy="hang",
+        environment={"TOY_HUNG": str(tmp_path / "hung")},
+    )
+    (tmp_path / "hung").touch()
+    reader = read_at_random(mount.mountpoint / "f")
+    reader.wait_for_more()
+    os.kill(mount.ready()["daemon_pid"], signal.SIGSTOP)
+    reader.wait_for_more()
+    reader.finish()
+    assert "the daemon hangs and is replaced" in mount.log
+    assert mount.stop() == 0
+
+
+def test_a_daemon_whose_loop_stands_still_tells_where_and_is_replaced(start_mount, tmp_path):
+    hung = tmp_path / "hung"
+    mount = start_mount(
+        f"file://{tmp_path}/mnt.files", toy="hang", environment={"TOY_HUNG": str(hung)}
+    )
+    with (mount.mountpoint / "f").open("rb", buffering=0) as file:
+        assert file.read(8) == bytes(8)
+    assert hung.exists()
+    assert "the daemon hangs and is replaced" in mount.log
+    assert "session_toy_daemon.py" in mount.log
+
+
+def test_a_holder_that_hangs_is_told_and_force_ends_it(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    daemon = os.pidfd_open(mount.ready()["daemon_pid"])
+    mount.process.send_signal(signal.SIGSTOP)
+    done = _unmount(mount.mountpoint)
+    assert done.returncode == 1
+    assert "gives no answer; --force ends it" in done.stderr
+    # The mount itself goes on meanwhile.
+    assert (mount.mountpoint / "f").exists()
+    done = _unmount(mount.mountpoint, "--force")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not mount.is_mounted()
+    assert mount.process.wait(60) == -signal.SIGKILL
+    os.close(daemon)
+
+
+def test_a_dead_mount_is_unmounted_although_nobody_keeps_it(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    mount.process.kill()
+    mount.process.wait()
+    assert mount.is_mounted()
+    assert find_record(mount.mountpoint) is None
+    done = _unmount(mount.mountpoint)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not mount.is_mounted()
+
+
+def test_what_is_no_mount_of_ours_is_left_alone(tmp_path):
+    done = _unmount(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == f"trainmount: nothing of trainmount is mounted at {tmp_path}\n"
+    assert _unmount(Path("/proc"), "--force").returncode == 1
+    assert find_mount(Path("/proc")) is not None
+
+
+def test_a_mount_whose_name_is_gone_serves_its_copies_and_says_so(
+    start_mount, tmp_path, wait_until
+):
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "volume/file").write_text("content")
+    mount = start_mount(f"file://{tmp_path}/volume")
+    program = "import sys; print(flush=True); sys.stdin.read(); print(open(sys.argv[1]).read())"
+    path = str(mount.mountpoint / "file")
+    command = ["unshare", "--mount", sys.executable, "-c", program, path]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "\n"
+        subprocess.run(["umount", str(mount.mountpoint)], check=True)
+        wait_until(lambda: "another mount namespace still use it" in mount.log, "the notice")
+        # A place for another one: its folders are not free, and the line says whose they are.
+        again = subprocess.run(mount.command, capture_output=True, text=True, timeout=60)
+        assert again.returncode == 2
+        assert f"(process {mount.process.pid})" in again.stderr
+        assert find_record(mount.mountpoint) is not None
+        assert other.communicate("", timeout=60)[0] == "content\n"
+    # Its last copy went with its namespace.
+    assert mount.process.wait(60) == 0
+
+
+def test_a_mount_right_after_an_umount_waits_for_the_old_one_to_end(start_mount, tmp_path):
+    (tmp_path / "volume").mkdir()
+    mount = start_mount(f"file://{tmp_path}/volume")
+    (mount.mountpoint / "file").write_text("content")
+    old = mount.process
+    subprocess.run(["umount", str(mount.mountpoint)], check=True)
+    mount.ready_file.unlink(missing_ok=True)
+    mount.start()
+    assert old.wait(60) == 0
+    mount.wait_ready()
+    assert (mount.mountpoint / "file").read_text() == "content"
+
+
+def test_a_mount_is_listed_while_it_lives_and_found_by_any_path_in_it(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    record = find_record(mount.mountpoint / "a/b/c")
+    assert record is not None
+    assert record.mountpoint == mount.mountpoint
+    assert record.holder_pid == mount.process.pid
+    assert record.state_dir == mount.folder / "state"
+    assert mount.stop() == 0
+    assert record not in list_records()
+    assert not record.holder_socket.exists()
