@@ -241,6 +241,8 @@ class StreamedUpload:
     def _end_given_up(self) -> None:
         try:
             self._end(is_complete=False)
+        except Exception:
+            log.exception("An upload could not be given up; the next start tries again")
         finally:
             self._streaming._ended()
 
@@ -314,16 +316,17 @@ class StreamedUpload:
         """Free everything. Waits for what is under way, and for `abort`."""
         if not is_complete:
             self._stop.set()
-        self._workers.close(_END_SECONDS)
-        if self._upload is not None and not is_complete:
-            self._upload.abort()
-        if self._begun is not None:
-            # A row that stays costs one more request at the next start.
-            with suppress(sqlite3.Error):
-                if is_complete:
+        try:
+            self._workers.close(_END_SECONDS)
+            if self._upload is not None and not is_complete:
+                self._upload.abort()
+            if self._begun is not None and is_complete:
+                # A row that stays costs one more request at the next start.
+                with suppress(sqlite3.Error):
                     self._streaming.journal.remove_upload(self._begun.id)
-                else:
-                    # `abort` does not say whether it got through.
-                    self._streaming._abandon(self._begun)
-        os.close(self._descriptor)
-        self._streaming._leave()
+            elif self._begun is not None:
+                # `abort` does not say whether it got through.
+                self._streaming._abandon(self._begun)
+        finally:
+            os.close(self._descriptor)
+            self._streaming._leave()

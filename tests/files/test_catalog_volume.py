@@ -39,7 +39,7 @@ from trainmount_files.files_api import Credentials
 from trainmount_files.server.embedded import LocalServer
 from trainmount_files.server.faults import Fault
 from trainmount_files.transfer import download_file
-from trainmount_files.volume import ReadsToFile
+from trainmount_files.volume import AbandonsUploads, ReadsToFile, TakesFileParts
 
 CATALOG = "/api/2.1/unity-catalog/"
 
@@ -117,6 +117,41 @@ def test_a_file_in_a_volume_is_reached_from_each_level(
     volume.remove_directory(f"{below}d")
     volume.make_directory(f"{below}e/f")
     assert sorted(each.name for each in served.iterdir()) == ["a b", "big", "e"]
+    volume.close()
+
+
+@pytest.mark.parametrize(
+    ("root", "below"), [("/Volumes", "main/default/data/"), ("/Volumes/main/default/data", "")]
+)
+def test_an_upload_goes_by_parts_of_a_local_file_and_can_be_freed_by_its_token(
+    server: LocalServer, served: Path, tmp_path: Path, root: str, below: str
+) -> None:
+    credentials = Credentials(host=server.url, token=TOKEN)
+    volume, other = (CatalogVolume(root, credentials, OPTIONS) for _ in range(2))
+    local = tmp_path / "local"
+    local.write_bytes(os.urandom(50_000))
+    with local.open("rb") as source:
+        upload = volume.start_upload(f"{below}file")
+        assert isinstance(upload, TakesFileParts)
+        upload.put_file_part(2, source.fileno(), ByteRange(30_000, 50_000))
+        upload.put_file_part(1, source.fileno(), ByteRange(0, 30_000))
+        assert upload.complete().size_bytes == 50_000
+        assert (served / "file").read_bytes() == local.read_bytes()
+        dead = volume.start_upload(f"{below}dead")
+        assert isinstance(dead, TakesFileParts)
+        dead.put_file_part(1, source.fileno(), ByteRange(0, 50_000))
+        with pytest.raises(InvalidRequest, match="fewer than 60000 bytes"):
+            dead.put_file_part(2, source.fileno(), ByteRange(50_000, 60_000))
+    assert isinstance(volume, AbandonsUploads)
+    assert server.statistics()["open_uploads"] == 1
+    token = volume.token_of(dead)
+    assert other.abandon_upload(f"{below}dead", token)
+    assert server.statistics()["open_uploads"] == server.statistics()["staged_bytes"] == 0
+    # Nothing is left of what is complete, or gone already.
+    assert other.abandon_upload(f"{below}dead", token)
+    assert other.abandon_upload(f"{below}file", volume.token_of(upload))
+    assert (served / "file").read_bytes() == local.read_bytes()
+    other.close()
     volume.close()
 
 
