@@ -1,13 +1,11 @@
-"""Commands on a mount, from the client's call to the daemon's parts and back; no kernel takes part."""
+"""Commands on a mount, from the call to the daemon's parts and back; no kernel takes part."""
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -17,14 +15,15 @@ import pytest
 import trio
 
 from trainmount_files.errors import PermissionDenied, Unavailable
-from trainmount_fuse.control import client
+from trainmount_fuse.control import client, commands
 from trainmount_fuse.control.commands import Commands
 from trainmount_fuse.control.protocol import ControlError, control_address
 from trainmount_fuse.control.refreshing import StaleNames
 from trainmount_fuse.control.server import serve_control
+from trainmount_fuse.control.warming import Warming
 from trainmount_fuse.request_counts import RequestCounter
 from trainmount_fuse.session.registry import MountRecord
-from trainmount_fuse.session.wire import connect, receive, send
+from trainmount_fuse.session.wire import connect, listen, receive, send
 
 
 class Kernel:
@@ -43,6 +42,7 @@ class Served:
     def __init__(self, node: Any) -> None:
         self.node = node
         self.kernel = Kernel()
+        self.holder = listen(node.settings.state_dir / "holder.sock")
         self.requests = RequestCounter()
         settings = node.settings
         record = MountRecord(
@@ -50,7 +50,7 @@ class Served:
             source=settings.source,
             holder_pid=os.getpid(),
             device_minor=0,
-            holder_socket=control_address(settings.state_dir),
+            holder_socket=settings.state_dir / "holder.sock",
             cache_dir=settings.cache_dir,
             state_dir=settings.state_dir,
         )
@@ -73,12 +73,13 @@ class Served:
 @asynccontextmanager
 async def serving(node: Any) -> AsyncIterator[Served]:
     served = Served(node)
-    commands = Commands(node.fs, served.requests, served.kernel)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(serve_control, commands, node.settings)
-        await served.wait_listening()
-        yield served
-        nursery.cancel_scope.cancel()
+    answers = Commands(node.fs, served.requests, served.kernel)
+    with served.holder:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve_control, answers, node.settings)
+            await served.wait_listening()
+            yield served
+            nursery.cancel_scope.cancel()
 
 
 def _fill(world: Any, **sizes: int) -> None:
@@ -232,10 +233,17 @@ async def test_ten_thousand_small_files_are_warm_after_one_request_each(world):
         assert node.volume.calls["read"] == 10_000
 
 
-async def test_a_client_that_goes_away_ends_what_it_asked_for(world):
+async def test_a_client_that_goes_away_ends_what_it_asked_for(world, monkeypatch):
     _fill(world, **{f"f{number}": 10 for number in range(100)})
     node = await world.node()
     began, may_go_on = threading.Event(), threading.Event()
+    runs: list[Warming] = []
+
+    def warming(core: Any, cancel: threading.Event) -> Warming:
+        runs.append(Warming(core, cancel))
+        return runs[-1]
+
+    monkeypatch.setattr(commands, "Warming", warming)
 
     def hold(operation: str, _path: str) -> None:
         if operation == "read":
@@ -248,11 +256,11 @@ async def test_a_client_that_goes_away_ends_what_it_asked_for(world):
         send(peer, {"request": "warm", "patterns": ["*"], "is_whole": True})
         await node.settled(began.is_set, "the first file is on its way")
         peer.close()
-        await trio.sleep(0.1)
+        await node.settled(lambda: runs[0]._crew.stop.is_set(), "the daemon noticed")
+        num_begun = node.volume.calls["read"]
         may_go_on.set()
-        limiter_free = lambda: not _crew_threads()  # noqa: E731
-        await node.settled(limiter_free, "all threads have ended")
-        assert node.volume.calls["read"] < 100
+        await node.settled(lambda: not _crew_threads(), "all threads have ended")
+        assert node.volume.calls["read"] == num_begun < 100
 
 
 def _crew_threads() -> list[threading.Thread]:
@@ -475,7 +483,17 @@ async def test_a_daemon_that_dies_is_one_line_and_one_that_follows_is_asked_agai
         async with serving(node):
             await node.settled(lambda: answers != [], "the second one answered")
         nursery.cancel_scope.cancel()
+    served.holder.close()
     assert answers[0].result["num_done"] == 1
+
+
+async def test_a_mount_without_a_daemon_is_one_line_whatever_is_asked(world, monkeypatch):
+    monkeypatch.setattr(client, "_CONNECT_SECONDS", 0.3)
+    served = Served(await world.node())
+    served.holder.close()
+    for may_repeat in (False, True):
+        with pytest.raises(client.NoDaemon, match="no daemon of the mount answers"):
+            await served.ask("refresh", may_repeat=may_repeat)
 
 
 def _accepts(address: Path) -> bool:

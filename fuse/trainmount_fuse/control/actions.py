@@ -115,15 +115,15 @@ def flush(mountpoint: Path | None) -> MountAnswer:
 
 
 def refresh(paths: Sequence[str], mountpoint: Path | None) -> list[MountAnswer]:
-    """Have names forgotten: of these paths, or of the mount (all mounts) without any.
+    """Have names forgotten: of these paths, or of the whole mount without any.
 
     Raises ControlError.
     """
-    mount = None if mountpoint is None else find_mount(mountpoint)
     if paths:
+        mount = None if mountpoint is None else find_mount(mountpoint)
         wanted = group_by_mount(paths, mount)
     else:
-        wanted = [(one, []) for one in ([mount] if mount is not None else list_mounts())]
+        wanted = [(find_mount(mountpoint), [])]
     return [MountAnswer(one, ask(one, "refresh", rest, may_repeat=True)) for one, rest in wanted]
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Answer",
     "DaemonEnded",
     "Mount",
+    "NoDaemon",
     "Note",
     "ask",
     "find_mount",
@@ -43,9 +44,16 @@ _CONNECT_SECONDS: Final = 10.0
 
 _RETRY_SECONDS: Final = 0.1
 
+_MAX_REPEATS: Final = 20
+"""Daemons that may end while one command is asked for."""
+
 
 class DaemonEnded(ControlError):
     """The daemon died, or was replaced, before it had answered."""
+
+
+class NoDaemon(ControlError):
+    """Nobody answers for the mount, and nobody has come to for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +143,15 @@ def ask(
     failure: its successor is asked again.
 
     Raises:
-        ControlError: it cannot be done. DaemonEnded: nobody answers any more.
+        ControlError: it cannot be done. NoDaemon: nobody answers. DaemonEnded: nobody does any
+        more, or several daemons in a row have died of it.
     """
-    while True:
+    for _ in range(_MAX_REPEATS if may_repeat else 0):
         try:
             return _ask_once(mount, request, patterns, note, timeout_seconds)
         except DaemonEnded:
-            if not may_repeat:
-                raise
+            continue
+    return _ask_once(mount, request, patterns, note, timeout_seconds)
 
 
 def _ask_once(
@@ -195,7 +204,7 @@ def _connected(mount: Mount) -> socket.socket:
             raise ControlError(f"{mount.mountpoint}: belongs to another user") from None
         except OSError as error:
             if time.monotonic() > deadline or not mount.record.is_alive():
-                raise DaemonEnded(f"{mount.mountpoint}: no daemon of the mount answers") from error
+                raise NoDaemon(f"{mount.mountpoint}: no daemon of the mount answers") from error
             time.sleep(_RETRY_SECONDS)
         else:
             return peer
