@@ -33,7 +33,7 @@ from trainmount_fuse.request_counts import RequestCounter
 if TYPE_CHECKING:
     from trainmount_fuse.filesystem import Filesystem
 
-__all__ = ["FuseAdapter", "RememberedNames", "open_session", "serve_session"]
+__all__ = ["FuseAdapter", "RememberedNames", "open_session", "serve_session", "store_pages"]
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +271,13 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
         finally:
             self.requests.num_in_progress -= 1
             self.requests.note(operation, time.perf_counter_ns() - began_ns)
+
+
+def store_pages(ino: int, offset: int, data: memoryview) -> None:
+    """Put bytes into the kernel's pages of an inode (push.py says when one may). Not from the event
+    loop's thread: this waits for pages that the kernel asks us for. Raises OSError."""
+    # The interpreter's lock is given up meanwhile.
+    pyfuse3.notify_store(InodeT(ino), offset, data)  # type: ignore[arg-type, unused-ignore]
 
 
 def open_session(adapter: FuseAdapter, fd: int) -> None:

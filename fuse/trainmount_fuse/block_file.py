@@ -59,7 +59,7 @@ class HeldRange:
         """
 
         self.num_pins = 0
-        """Who looks at the bytes without the file's lock: the buffer is not used again meanwhile."""
+        """Who looks at the bytes without the lock: the buffer is not used again meanwhile."""
 
         self.is_let_go = False
         self.has_claim = False

@@ -12,7 +12,6 @@ __all__ = ["Buffer", "BufferPool", "padded_size"]
 
 _PAGE: Final = 4096
 _MAX_IDLE_BYTES: Final = 32 << 20
-_HUGE_BYTES: Final = 2 << 20
 
 
 class Buffer:
@@ -21,9 +20,10 @@ class Buffer:
     __slots__ = ("size_bytes", "view")
 
     def __init__(self, size_bytes: int) -> None:
+        # Neither shared, which is slower to fault in, nor of huge pages: a virtual machine takes
+        # those from memory that it never used before, and pays its host for each (half as much
+        # processor time again for a cold read).
         memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size_bytes >= _HUGE_BYTES:
-            memory.madvise(mmap.MADV_HUGEPAGE)
         self.size_bytes = size_bytes
         self.view = memoryview(memory)
 

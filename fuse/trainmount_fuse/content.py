@@ -64,7 +64,13 @@ class Content:
             core.require_writable()
         if core.unsent(inode) is None:
             await self._validate(inode, truncates=truncates)
+        if not core.handles.is_open(inode.ino):
+            await self._reading.settle(inode.ino)
         handle = core.handles.open(inode.ino, flags)
+        if handle.is_writable:
+            # After the handle, so that no push begins; before its first write, which a push would
+            # undo.
+            await self._reading.stop_pushing(inode.ino)
         if truncates:
             try:
                 async with inode.lock:
@@ -235,10 +241,13 @@ class Content:
             copy_into=partial(self._copy_into, stat, length) if length else None,
         )
         try:
-            return await core.workers.call(create)
+            staged = await core.workers.call(create)
         except (PreconditionFailed, NotFound) as error:
             core.doubt(inode)
             raise OSError(errno.ESTALE, str(error)) from error
+        # Cut without being open, or losing its name: `open` has not done it.
+        await self._reading.stop_pushing(inode.ino)
+        return staged
 
     def _copy_into(self, stat: FileStat, length: int, fd: int) -> None:
         """In a worker thread: the first `length` bytes of the store's file, through the block

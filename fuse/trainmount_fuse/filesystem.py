@@ -37,10 +37,12 @@ from trainmount_fuse.inodes import Inode, InodeTable
 from trainmount_fuse.journal import Journal
 from trainmount_fuse.listing import Listing
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.metadata import NAME_MAX_BYTES, Metadata
+from trainmount_fuse.metadata import Metadata
 from trainmount_fuse.namespace import Namespace
 from trainmount_fuse.prefetch import Prefetcher
+from trainmount_fuse.push import StorePages
 from trainmount_fuse.reading import Reading
+from trainmount_fuse.readings import NAME_MAX_BYTES
 from trainmount_fuse.recovery import Recovery
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.source import look_at_root, source_identity
@@ -76,8 +78,14 @@ class FailedFile:
 class Filesystem:
     """One mount of one volume."""
 
-    def __init__(self, volume: Volume, settings: MountSettings) -> None:
-        """Nothing is touched before `start`. The volume stays the caller's to close."""
+    def __init__(
+        self, volume: Volume, settings: MountSettings, store_pages: StorePages | None = None
+    ) -> None:
+        """Nothing is touched before `start`. The volume stays the caller's to close.
+
+        What is read ahead goes into the kernel's pages by `store_pages`, where there is a kernel.
+        """
+        self._store_pages = store_pages
         self._volume = volume
         self._settings = settings
         self._core: Core | None = None
@@ -92,7 +100,7 @@ class Filesystem:
         if not core.handles.is_successor:
             core.inodes.delete_all_plain()
         self._core = core
-        self._reading = Reading(core)
+        self._reading = Reading(core, self._store_pages)
         self._content = Content(core, self._reading)
         self._namespace = Namespace(core, self._content)
         self._listing = Listing(core, Spool(core.settings.state_dir / "listings"))
@@ -413,6 +421,7 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
         blocks=blocks,
         prefetcher=Prefetcher(
             blocks,
+            memory,
             max_bytes=settings.prefetch_max_bytes,
             fetch_bytes=settings.prefetch_fetch_bytes,
             block_size_bytes=settings.block_size_bytes,

@@ -1,9 +1,8 @@
-"""Read-ahead: who reads forward, how far to run in front of them, and the threads that do.
+"""The threads that fetch ahead of the readers. `reading` tells each read; `read_patterns` says what
+comes next; the bytes go into `blocks`, and where the kernel takes them into its pages (`push`).
 
-`filesystem.read` tells each read; blocks are fetched into `blocks` before they are asked for. The
-window of a reader doubles with each read that goes on where the last one ended, and a read
-elsewhere starts another reader with none. Reads and readers are seen by the event loop's thread
-only.
+What is ahead is bounded by the window of each reader and by the mount's memory, for which `blocks`
+waits. Readers are seen by the event loop's thread only.
 """
 
 from __future__ import annotations
@@ -12,84 +11,90 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from trainmount_files.errors import VolumeError
 from trainmount_fuse.block_file import BlockFile
 from trainmount_fuse.blocks import BlockCache, Fetch
+from trainmount_fuse.memory import MemoryBudget
+from trainmount_fuse.push import Pages, PushCounter
+from trainmount_fuse.read_patterns import Streams
 
-__all__ = ["Prefetcher", "Stream", "Streams", "planned_window"]
+__all__ = ["FetchWith", "PrefetchStatistics", "Prefetcher", "Streams"]
 
 log = logging.getLogger(__name__)
 
-_MAX_STREAMS: Final = 8
-"""Readers told apart in one handle: forked processes share a descriptor and each read a part
-forward.
-"""
+FetchWith = Callable[[threading.Event], Fetch]
+"""How to fetch from a version of a file until the event is set."""
 
-_FIRST_WINDOW_BYTES: Final = 2 << 20
+_PIECES_OF_WINDOW: Final = 8
+"""A small window is fetched in as many ranges at once as a large one."""
 
-
-@dataclass(slots=True)
-class Stream:
-    """One forward reader of a handle."""
-
-    next_offset: int
-    window_bytes: int = 0
-    scheduled_until: int = 0
+_MIN_PIECE_BYTES: Final = 1 << 20
+_MAX_LIVE: Final = 512
 
 
-@dataclass(slots=True)
-class Streams:
-    """The readers of one handle, the most recent last."""
+@dataclass(frozen=True, slots=True)
+class PrefetchStatistics:
+    """Counters since the start."""
 
-    streams: list[Stream] = field(default_factory=list)
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set when the handle is released: fetches that nobody waits for end."""
+    prefetched_bytes: int
+    """Asked for ahead of any read."""
+
+    used_bytes: int
+    """Of those, the ranges that a read reached."""
+
+    wasted_bytes: int
+    """Of those, the ranges that no read had reached when their handle was closed."""
+
+    pushed_bytes: int
+    """Put into the kernel's pages, from the store or from the cache."""
+
+    num_refused_pushes: int
+    """Pushes that the kernel did not take: it had forgotten the inode."""
+
+    num_queued: int
+    """Ranges that are waiting or under way now."""
 
 
-def planned_window(streams: Streams, offset: int, size: int, max_bytes: int) -> Stream:
-    """The reader that a read belongs to, moved on, with the window it has earned."""
-    end = offset + size
-    for stream in streams.streams:
-        # The kernel's own read-ahead sends requests slightly out of order.
-        if stream.next_offset - 2 * size <= offset <= stream.next_offset + 4 * size:
-            streams.streams.remove(stream)
-            streams.streams.append(stream)
-            grown = max(_FIRST_WINDOW_BYTES, 2 * stream.window_bytes)
-            stream.window_bytes = min(max_bytes, grown)
-            stream.next_offset = max(stream.next_offset, end)
-            return stream
-    stream = Stream(end, scheduled_until=end)
-    if offset == 0:
-        # Most readers of a first byte want the rest.
-        stream.window_bytes = min(max_bytes, _FIRST_WINDOW_BYTES)
-    streams.streams.append(stream)
-    del streams.streams[:-_MAX_STREAMS]
-    return stream
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """For whom a range is fetched, and how."""
+
+    streams: Streams
+    file: BlockFile
+    fetch_with: FetchWith
+    pages: Pages | None
 
 
 class Prefetcher:
-    """The threads that fetch ahead. At most `num_threads` ranges of `fetch_bytes` are in memory."""
+    """Fetches ranges in threads of its own."""
 
     def __init__(
         self,
         cache: BlockCache,
+        memory: MemoryBudget,
         *,
         max_bytes: int,
         fetch_bytes: int,
         block_size_bytes: int,
         num_threads: int,
     ) -> None:
+        self.max_bytes = max_bytes
+        """Largest window of one reader; 0 for none."""
+
+        self.pushes = PushCounter()
         self._cache = cache
-        self._max_bytes = max_bytes
+        self._memory = memory
         self._fetch_bytes = fetch_bytes // block_size_bytes * block_size_bytes
         self._block_size_bytes = block_size_bytes
         self._max_queued = 4 * num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="prefetch")
         self._num_queued = 0
         self._lock = threading.Lock()
+        self._live: dict[int, Streams] = {}
+        self._prefetched_bytes = self._used_bytes = self._wasted_bytes = 0
 
     def advance(
         self,
@@ -97,65 +102,148 @@ class Prefetcher:
         file: BlockFile,
         offset: int,
         size: int,
-        fetch_with: Callable[[threading.Event], Fetch],
-    ) -> None:
-        """A read of this range was asked for: fetch what its reader wants next. Never waits."""
-        if not self._max_bytes or not size:
-            return
-        stream = planned_window(streams, offset, size, self._max_bytes)
-        end = min(stream.next_offset + stream.window_bytes, file.key.size_bytes)
-        start = max(stream.scheduled_until, stream.next_offset)
+        fetch_with: FetchWith,
+        pages: Pages | None = None,
+    ) -> int:
+        """A read of this range was asked for: fetch what its reader wants next. Never waits.
+
+        Returns how much of the reader's window lies behind the end of the file.
+        """
+        if not self.max_bytes or not size:
+            return 0
+        self._note_read(streams, offset, size)
+        stream = streams.follow(offset, size, self.max_bytes)
+        job = _Job(streams, file, fetch_with, pages)
+        file_end = file.key.size_bytes
+        for start, stop in streams.steps_ahead(stream, self.max_bytes):
+            self._submit_all(job, start, min(stop, file_end), self._fetch_bytes)
+        start, end = streams.window_ahead(stream)
+        end = min(end, file_end)
+        piece = self._piece_bytes(stream.window_bytes)
         # Small steps would ask for small ranges; wait until a whole one is due, or the file ends.
-        if start >= end or (
-            end - start < self._fetch_bytes // 2
-            and end < file.key.size_bytes
-            and start > stream.next_offset
-        ):
-            return
-        while start < end:
-            stop = min(end, (start // self._fetch_bytes + 1) * self._fetch_bytes)
-            if not self._submit(file, start, stop, streams.cancelled, fetch_with):
-                return
-            stream.scheduled_until = start = stop
+        if end - start >= piece // 2 or end == file_end or start == stream.next_offset:
+            stream.scheduled_until = self._submit_all(job, start, end, piece)
+        return max(0, stream.next_offset + stream.window_bytes - file_end)
+
+    def fetch_file(
+        self, streams: Streams, file: BlockFile, size_bytes: int, fetch_with: FetchWith
+    ) -> bool:
+        """Fetch the first bytes of a file that nobody has opened yet; false where the threads have
+        enough to do.
+        """
+        job = _Job(streams, file, fetch_with, None)
+        return self._submit_all(job, 0, size_bytes, self._fetch_bytes) == size_bytes
+
+    def note_used(self, num_bytes: int) -> None:
+        """Of what `fetch_file` fetched, so much is being read."""
+        with self._lock:
+            self._used_bytes += num_bytes
+
+    def note_wasted(self, num_bytes: int) -> None:
+        """Of what `fetch_file` fetched, so much will not be read."""
+        with self._lock:
+            self._wasted_bytes += num_bytes
+
+    def statistics(self) -> PrefetchStatistics:
+        """A snapshot."""
+        with self._lock:
+            self._sweep()
+            return PrefetchStatistics(
+                prefetched_bytes=self._prefetched_bytes,
+                used_bytes=self._used_bytes,
+                wasted_bytes=self._wasted_bytes,
+                pushed_bytes=self.pushes.pushed_bytes,
+                num_refused_pushes=self.pushes.num_refused,
+                num_queued=self._num_queued,
+            )
 
     def close(self) -> None:
         """Stop; ranges under way are given up by their cancel events or end by themselves."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(
-        self,
-        file: BlockFile,
-        start: int,
-        stop: int,
-        cancelled: threading.Event,
-        fetch_with: Callable[[threading.Event], Fetch],
-    ) -> bool:
+    def _piece_bytes(self, window_bytes: int) -> int:
+        block = self._block_size_bytes
+        wanted = max(_MIN_PIECE_BYTES, window_bytes // _PIECES_OF_WINDOW)
+        return max(block, min(self._fetch_bytes, wanted) // block * block)
+
+    def _note_read(self, streams: Streams, offset: int, size: int) -> None:
+        if not streams.ahead:
+            return
+        with self._lock:
+            left = [one for one in streams.ahead if one[1] <= offset or offset + size <= one[0]]
+            self._used_bytes += _total(streams.ahead) - _total(left)
+            streams.ahead[:] = left
+
+    def _submit_all(self, job: _Job, start: int, end: int, piece_bytes: int) -> int:
+        """Ask for the range in pieces; returns how far that was possible, at least `start`."""
+        while start < end:
+            stop = min(end, (start // piece_bytes + 1) * piece_bytes)
+            if not self._submit(job, start, stop):
+                break
+            start = stop
+        return start
+
+    def _submit(self, job: _Job, start: int, stop: int) -> bool:
         first, last = start // self._block_size_bytes, (stop - 1) // self._block_size_bytes
-        if file.has(first, last):
+        is_here = job.file.has(first, last)
+        if is_here if job.pages is None else not job.pages.ask(first, last):
             return True
         with self._lock:
             if self._num_queued >= self._max_queued:
                 return False
             self._num_queued += 1
-        self._cache.retain(file)
-        future = self._executor.submit(
-            self._fill, file, first, last, cancelled, fetch_with(cancelled)
-        )
-        future.add_done_callback(lambda _future: self._ended(file))
+        if not is_here:
+            self._note_ahead(job.streams, start, stop)
+        self._cache.retain(job.file)
+        future = self._executor.submit(self._fill, job, first, last)
+        future.add_done_callback(lambda _future: self._ended(job.file))
         return True
+
+    def _note_ahead(self, streams: Streams, start: int, stop: int) -> None:
+        with self._lock:
+            streams.ahead.append((start, stop))
+            self._prefetched_bytes += stop - start
+            self._live[id(streams)] = streams
+            if len(self._live) > _MAX_LIVE:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Count what was fetched for handles that are closed."""
+        for streams in self._live.values():
+            if streams.cancelled.is_set():
+                self._wasted_bytes += _total(streams.ahead)
+                streams.ahead.clear()
+        self._live = {key: one for key, one in self._live.items() if one.ahead}
 
     def _ended(self, file: BlockFile) -> None:
         self._cache.release(file)
         with self._lock:
             self._num_queued -= 1
 
-    def _fill(
-        self, file: BlockFile, first: int, last: int, cancelled: threading.Event, fetch: Fetch
-    ) -> None:
+    def _fill(self, job: _Job, first: int, last: int) -> None:
+        cancelled = job.streams.cancelled
         if cancelled.is_set():
             return
+        fetch = job.fetch_with(cancelled)
         try:
-            self._cache.ensure(file, first, last, fetch)
+            if job.pages is None:
+                self._cache.ensure(job.file, first, last, fetch)
+            elif not self._cache.ensure(job.file, first, last, fetch, on_fetched=job.pages.push):
+                self._push_cached(job.pages, job, first, last)
         except (VolumeError, OSError):
             # Whoever reads there asks again and gets the error; nobody asked for this one yet.
-            log.debug("Read-ahead failed", exc_info=True, extra={"path": file.key.path})
+            log.debug("Read-ahead failed", exc_info=True, extra={"path": job.file.key.path})
+
+    def _push_cached(self, pages: Pages, job: _Job, first: int, last: int) -> None:
+        start = job.file.offset_of(first)
+        size = job.file.offset_of(last) + job.file.length_of(last) - start
+        self._memory.take(size, job.streams.cancelled)
+        try:
+            fetch = job.fetch_with(job.streams.cancelled)
+            pages.push(start, memoryview(self._cache.read(job.file, start, size, fetch)))
+        finally:
+            self._memory.give_back(size)
+
+
+def _total(ranges: list[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)

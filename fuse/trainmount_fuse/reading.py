@@ -1,6 +1,7 @@
 """Reading the bytes of a file: local bytes, cached blocks, or the store. Called by `filesystem`.
 
-Reads wait for no lock.
+Reads wait for no lock. What the store is asked for waits in threads of its own, a few for each
+file: a store that says nothing holds up neither names nor bytes that are here.
 """
 
 from __future__ import annotations
@@ -8,28 +9,67 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from functools import partial
+from typing import Final
 
-from trainmount_files.errors import NotFound, PreconditionFailed
+import trio
+
+from trainmount_files.errors import NotFound, PreconditionFailed, VolumeError
 from trainmount_files.volume import ByteRange, FileStat
 from trainmount_fuse.block_file import BlockFile
 from trainmount_fuse.blocks import Fetch
 from trainmount_fuse.core import Core, file_key
 from trainmount_fuse.handles import Handle
-from trainmount_fuse.inodes import Inode
+from trainmount_fuse.inodes import Inode, Link
+from trainmount_fuse.next_files import NextFiles
+from trainmount_fuse.push import Pages, StorePages
+from trainmount_fuse.workers import Workers
 
 __all__ = ["Reading"]
 
 log = logging.getLogger(__name__)
 
+_MAX_STORE_READS: Final = 256
+"""Threads that wait for the store because a program waits for bytes."""
+
+_MAX_STORE_READS_OF_A_FILE: Final = 8
+"""As many ranges at once carry all that one connection to a store can; more would only keep other
+files waiting where the store is silent.
+"""
+
+_SAME_FAILURE_SECONDS: Final = 1.0
+"""The kernel asks again at once for a page that it could not read ahead. Where finding out took
+long, the answer is the same.
+"""
+
+
+class _OpenFile:
+    """An inode that is being read, at one version. State of the event loop's thread."""
+
+    def __init__(self, file: BlockFile, pages: Pages | None) -> None:
+        self.file = file
+        self.pages = pages
+        self.store_reads = trio.CapacityLimiter(_MAX_STORE_READS_OF_A_FILE)
+        self.failure: tuple[int, int, float, OSError | VolumeError] | None = None
+        """The last range that failed after a long time, and until when that counts."""
+
 
 class Reading:
     """The reads of all open files of one mount."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, store_pages: StorePages | None = None) -> None:
+        """Without `store_pages`, nothing is put into the kernel's pages."""
         self._core = core
-        self._files: dict[int, BlockFile] = {}
-        """Cached file of each open inode that was read; the event loop's thread only."""
+        self._store_pages = store_pages
+        self._open: dict[int, _OpenFile] = {}
+        """By inode. The event loop's thread only, like all state here."""
+
+        self._closing: dict[int, list[Pages]] = {}
+        """Pages of inodes that were let go while a push was under way."""
+
+        self._next_files = NextFiles()
+        self._store_workers = Workers(_MAX_STORE_READS)
 
     async def read(self, handle: Handle, offset: int, size: int) -> bytes | bytearray:
         """The bytes there are of the range, all of one version. Raises VolumeError, OSError."""
@@ -44,64 +84,45 @@ class Reading:
         size = min(size, stat.size_bytes - offset)
         if size <= 0:
             return b""
-        file = await self._cached_file(inode, stat)
-        if file is None:
-            return await self._read_past_cache(inode, stat, offset, size)
-        core.prefetcher.advance(handle.streams, file, offset, size, partial(self.fetch_with, stat))
-        data = core.blocks.read_nowait(file, offset, size)
+        opened = self._opened(inode, stat)
+        self._look_ahead(handle, inode, stat, opened, offset, size)
+        if opened.pages is not None:
+            left_out = opened.pages.hole(offset, size)
+            if left_out is not None:
+                return left_out
+            opened.pages.note_read(offset, size)
+        data = core.blocks.read_nowait(opened.file, offset, size)
         if data is not None:
             return data
-        core.blocks.retain(file)
-        try:
-            fetch = self.fetch_with(stat, None)
-            return await core.workers.call(core.blocks.read, file, offset, size, fetch)
-        except (PreconditionFailed, NotFound) as error:
-            core.doubt(inode)
-            raise OSError(errno.ESTALE, str(error)) from error
-        finally:
-            core.blocks.release(file)
+        return await self._read_slowly(inode, stat, opened, offset, size)
 
     def let_go(self, ino: int) -> None:
         """Nobody has the inode open any more."""
-        file = self._files.pop(ino, None)
-        if file is not None:
-            self._core.blocks.release(file)
+        opened = self._open.pop(ino, None)
+        if opened is None:
+            return
+        self._core.blocks.release(opened.file)
+        self._close_pages(ino, opened)
 
-    async def _cached_file(self, inode: Inode, stat: FileStat) -> BlockFile | None:
-        """The inode's file in the block cache; None where the cache cannot be used."""
-        core = self._core
-        key = file_key(stat)
-        file = self._files.get(inode.ino)
-        if file is not None and file.key == key:
-            return file
-        try:
-            opened = await core.workers.call(core.blocks.open, key)
-        except OSError:
-            log.warning("The block cache cannot be used; reading past it", exc_info=True)
-            return None
-        # Another read may have come first, or the last handle gone, while this one waited.
-        previous = self._files.get(inode.ino)
-        if previous is opened:
-            core.blocks.release(opened)
-        else:
-            self._files[inode.ino] = opened
-            if previous is not None:
-                core.blocks.release(previous)
-        return opened
+    async def stop_pushing(self, ino: int) -> None:
+        """When this returns, nothing fetched before is put into the inode's pages any more.
 
-    async def _read_past_cache(
-        self, inode: Inode, stat: FileStat, offset: int, size: int
-    ) -> bytearray:
-        buffer = bytearray(size)
-        fetch = self.fetch_with(stat, None)
-        try:
-            await self._core.workers.call(
-                fetch, ByteRange(offset, offset + size), memoryview(buffer)
-            )
-        except (PreconditionFailed, NotFound) as error:
-            self._core.doubt(inode)
-            raise OSError(errno.ESTALE, str(error)) from error
-        return buffer
+        Before somebody writes to the file or cuts it. While it has a writer, or local bytes, no
+        push begins.
+        """
+        opened = self._open.get(ino)
+        if opened is not None:
+            self._close_pages(ino, opened)
+        await self.settle(ino)
+
+    async def settle(self, ino: int) -> None:
+        """Wait for pushes of the version that the inode had when nobody had it open any more.
+
+        Before it is opened: its pages are of another version from then on.
+        """
+        for pages in self._closing.pop(ino, ()):
+            if pages.is_busy:
+                await self._core.workers.call(pages.wait)
 
     def fetch_with(self, stat: FileStat, cancel: threading.Event | None) -> Fetch:
         """Fills buffers from this version of the file, until `cancel` is set."""
@@ -112,3 +133,129 @@ class Reading:
             )
 
         return fetch
+
+    def _opened(self, inode: Inode, stat: FileStat) -> _OpenFile:
+        """The inode's file at the version that it has now."""
+        opened = self._open.get(inode.ino)
+        key = file_key(stat)
+        if opened is None or opened.file.key != key:
+            if opened is not None:
+                self.let_go(inode.ino)
+            opened = _OpenFile(self._core.blocks.open(key), None)
+            self._open[inode.ino] = opened
+        if opened.pages is None and self._takes_pushes(inode):
+            assert self._store_pages is not None
+            opened.pages = Pages(
+                inode.ino,
+                self._store_pages,
+                self._core.prefetcher.pushes,
+                opened.file.num_blocks,
+                opened.file.block_size_bytes,
+            )
+        return opened
+
+    def _takes_pushes(self, inode: Inode) -> bool:
+        return self._store_pages is not None and not self._core.handles.has_writer(inode.ino)
+
+    def _close_pages(self, ino: int, opened: _OpenFile) -> None:
+        pages = opened.pages
+        if pages is None:
+            return
+        opened.pages = None
+        pages.close()
+        if pages.is_busy:
+            busy = [one for one in self._closing.get(ino, ()) if one.is_busy]
+            self._closing[ino] = [*busy, pages]
+
+    def _look_ahead(
+        self,
+        handle: Handle,
+        inode: Inode,
+        stat: FileStat,
+        opened: _OpenFile,
+        offset: int,
+        size: int,
+    ) -> None:
+        is_first = not handle.streams.streams
+        behind_end = self._core.prefetcher.advance(
+            handle.streams,
+            opened.file,
+            offset,
+            size,
+            partial(self.fetch_with, stat),
+            opened.pages,
+        )
+        if inode.link is Link.LINKED and (behind_end or is_first):
+            self._look_at_next_files(inode, is_first=is_first, is_near_end=behind_end > 0)
+
+    def _look_at_next_files(self, inode: Inode, *, is_first: bool, is_near_end: bool) -> None:
+        core = self._core
+        entries, listed_at = core.metadata.listed(inode.parent_ino)
+        files = self._next_files
+        if is_first:
+            folder = files.begin(inode.parent_ino, inode.name, entries, listed_at)
+        else:
+            folder = files.find(inode.parent_ino)
+        if folder is None:
+            return
+        core.prefetcher.note_used(files.take_used(folder, inode.name))
+        core.prefetcher.note_wasted(files.take_passed(folder))
+        room = core.prefetcher.max_bytes - sum(folder.expected.values())
+        for name in files.wanted(folder) if is_near_end else ():
+            stat = entries.get(name)
+            if room <= 0 or stat is None or stat.is_directory:
+                return
+            file = core.blocks.open(file_key(stat))
+            num_bytes = min(stat.size_bytes, core.settings.prefetch_fetch_bytes)
+            is_here = file.has(0, (num_bytes - 1) // core.settings.block_size_bytes)
+            is_asked = is_here or core.prefetcher.fetch_file(
+                folder.streams, file, num_bytes, partial(self.fetch_with, stat)
+            )
+            core.blocks.release(file)
+            if not is_asked:
+                return
+            files.note_asked(folder, name, 0 if is_here else num_bytes)
+            room -= num_bytes
+
+    async def _read_slowly(
+        self, inode: Inode, stat: FileStat, opened: _OpenFile, offset: int, size: int
+    ) -> bytes | bytearray:
+        """From the disk or the store, in a thread."""
+        core = self._core
+        _raise_same_failure(opened, offset)
+        block = core.settings.block_size_bytes
+        is_here = opened.file.has(offset // block, (offset + size - 1) // block)
+        fetch = self.fetch_with(stat, None)
+        read = partial(core.blocks.read, opened.file, offset, size, fetch)
+        pages = opened.pages
+        core.blocks.retain(opened.file)
+        if pages is not None:
+            pages.begin_read(offset, size)
+        began = time.monotonic()
+        try:
+            if is_here:
+                return await core.workers.call(read)
+            async with opened.store_reads:
+                return await self._store_workers.call(read)
+        except (PreconditionFailed, NotFound) as error:
+            core.doubt(inode)
+            raise OSError(errno.ESTALE, str(error)) from error
+        except (VolumeError, OSError) as error:
+            now = time.monotonic()
+            if now - began > _SAME_FAILURE_SECONDS:
+                opened.failure = (offset, offset + size, now + _SAME_FAILURE_SECONDS, error)
+            raise
+        finally:
+            if pages is not None:
+                pages.end_read(offset, size)
+            core.blocks.release(opened.file)
+
+
+def _raise_same_failure(opened: _OpenFile, offset: int) -> None:
+    if opened.failure is None:
+        return
+    start, end, until, error = opened.failure
+    if time.monotonic() > until:
+        opened.failure = None
+    elif start <= offset < end:
+        raise error

@@ -26,7 +26,13 @@ from typing import Any, Final
 import trio
 
 from trainmount_files import Unavailable, VolumeError
-from trainmount_fuse.adapter import FuseAdapter, RememberedNames, open_session, serve_session
+from trainmount_fuse.adapter import (
+    FuseAdapter,
+    RememberedNames,
+    open_session,
+    serve_session,
+    store_pages,
+)
 from trainmount_fuse.control.commands import Commands
 from trainmount_fuse.control.server import serve_control
 from trainmount_fuse.filesystem import Filesystem
@@ -123,7 +129,7 @@ def settings_of(configuration: dict[str, Any]) -> MountSettings:
 def open_filesystem(configuration: dict[str, Any]) -> Filesystem:
     """The filesystem that a configuration describes, with this process's credentials."""
     settings = settings_of(configuration)
-    return Filesystem(open_source(settings), settings)
+    return Filesystem(open_source(settings), settings, store_pages)
 
 
 class _Generation:

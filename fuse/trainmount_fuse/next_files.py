@@ -1,0 +1,136 @@
+"""Which file of a directory is read next. Called by `reading` with each file whose reading begins.
+
+Programs read directories in the order of their names, or of a listing, which in a store is the
+same; several processes take turns, so the order is only roughly kept. What was guessed and then
+read lets more be guessed; a file that is read although others were guessed lets less. Only names
+that a listing has told are guessed. State of the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from trainmount_files.volume import FileStat
+from trainmount_fuse.read_patterns import Streams
+
+__all__ = ["Folder", "NextFiles"]
+
+_MAX_FOLDERS: Final = 64
+_MAX_FILES: Final = 50_000
+"""Larger directories are not sorted for this: that would keep the event loop for tenths of a
+second.
+"""
+
+_FIRST_WINDOW_FILES: Final = 2
+_MAX_WINDOW_FILES: Final = 64
+_NEAR: Final = 64
+"""Places in the order by which processes that take turns may be apart."""
+
+
+@dataclass(slots=True)
+class Folder:
+    """How one directory is read."""
+
+    listed_at: float
+    names: list[str]
+    """Of its files, in order."""
+
+    places: dict[str, int]
+    streams: Streams = field(default_factory=Streams)
+    """Holds the event that ends fetches for guesses which were given up."""
+
+    expected: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """Files that were guessed and not read yet, with the bytes that were asked for."""
+
+    next_place: int = -1
+    scheduled_until: int = 0
+    window_files: int = 0
+
+
+class NextFiles:
+    """Guesses for the directories that are being read."""
+
+    def __init__(self) -> None:
+        self._folders: OrderedDict[int, Folder] = OrderedDict()
+
+    def begin(
+        self, directory_ino: int, name: str, entries: Mapping[str, FileStat], listed_at: float
+    ) -> Folder | None:
+        """The reading of a file begins; the folder, where something can be guessed in it.
+
+        `entries` are what its last listing told, none where there is none.
+        """
+        folder = self._folder(directory_ino, entries, listed_at)
+        place = None if folder is None else folder.places.get(name)
+        if folder is None or place is None:
+            return None
+        is_near = folder.next_place >= 0 and abs(place - folder.next_place) <= _NEAR
+        if name in folder.expected:
+            folder.window_files = min(_MAX_WINDOW_FILES, 2 * folder.window_files)
+        elif is_near:
+            folder.window_files = max(folder.window_files, _FIRST_WINDOW_FILES)
+        else:
+            folder.window_files //= 4
+            folder.scheduled_until = 0
+        folder.next_place = max(folder.next_place, place + 1) if is_near else place + 1
+        return folder
+
+    def find(self, directory_ino: int) -> Folder | None:
+        """The folder, where the reading of a file in it has begun."""
+        return self._folders.get(directory_ino)
+
+    def wanted(self, folder: Folder) -> list[str]:
+        """Names to fetch now, in order."""
+        start = max(folder.next_place, folder.scheduled_until)
+        end = min(len(folder.names), folder.next_place + folder.window_files)
+        room = max(0, folder.window_files - len(folder.expected))
+        return folder.names[start : min(end, start + room)]
+
+    def note_asked(self, folder: Folder, name: str, num_bytes: int) -> None:
+        """The file is being fetched."""
+        folder.scheduled_until = folder.places[name] + 1
+        if num_bytes:
+            folder.expected[name] = num_bytes
+
+    def take_used(self, folder: Folder, name: str) -> int:
+        """Bytes that were fetched of a file that is read now."""
+        return folder.expected.pop(name, 0)
+
+    def take_passed(self, folder: Folder) -> int:
+        """Bytes of files that were guessed and that the readers have passed by or turned from."""
+        if not folder.window_files:
+            wasted = sum(folder.expected.values())
+            folder.expected.clear()
+            folder.streams.cancelled.set()
+            folder.streams = Streams()
+            return wasted
+        wasted = 0
+        for name in list(folder.expected):
+            if folder.places[name] >= folder.next_place - 2 * _NEAR:
+                break
+            wasted += folder.expected.pop(name)
+        return wasted
+
+    def _folder(
+        self, directory_ino: int, entries: Mapping[str, FileStat], listed_at: float
+    ) -> Folder | None:
+        folder = self._folders.get(directory_ino)
+        is_new = folder is None or folder.listed_at != listed_at
+        if is_new and 1 < len(entries) <= _MAX_FILES:
+            names = sorted(name for name, stat in entries.items() if _is_wanted(stat))
+            if folder is None or folder.names != names:
+                places = {name: place for place, name in enumerate(names)}
+                folder = self._folders[directory_ino] = Folder(listed_at, names, places)
+                if len(self._folders) > _MAX_FOLDERS:
+                    self._folders.popitem(last=False)[1].streams.cancelled.set()
+            folder.listed_at = listed_at
+        if folder is not None:
+            self._folders.move_to_end(directory_ino)
+        return folder
+
+
+def _is_wanted(stat: FileStat) -> bool:
+    return not stat.is_directory and stat.size_bytes > 0
