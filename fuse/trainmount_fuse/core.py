@@ -29,8 +29,9 @@ from trainmount_fuse.handles import HandleTable
 from trainmount_fuse.inodes import Inode, InodeTable, Link
 from trainmount_fuse.journal import StagedState, journal_path
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.metadata import Metadata, is_valid_name
+from trainmount_fuse.metadata import Metadata
 from trainmount_fuse.prefetch import Prefetcher
+from trainmount_fuse.readings import is_valid_name
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.staged_file import StagedFile
 from trainmount_fuse.staging import Staging

@@ -29,8 +29,8 @@ from trainmount_fuse.attributes import ROOT_INO
 
 __all__ = ["Inode", "InodeTable", "Link"]
 
-_MAX_IN_MEMORY: Final = 50_000
-"""At some 500 bytes each."""
+_MAX_IN_MEMORY: Final = 20_000
+"""At some 600 bytes each; one that is needed again takes some 10 us from the database."""
 
 _NUMBER_BITS: Final = 52
 """Of an inode number: what a floating-point number holds exactly, as JSON readers do."""

@@ -15,7 +15,7 @@ from trainmount_fuse.attributes import ROOT_INO, DirEntry
 from trainmount_fuse.core import Core
 from trainmount_fuse.handles import Handle
 from trainmount_fuse.inodes import Inode
-from trainmount_fuse.metadata import Reading, ReadPage
+from trainmount_fuse.readings import Reading, ReadPage
 from trainmount_fuse.spool import Cursor, ShownEntry, ShownPage, Spool
 
 __all__ = ["Listing"]

@@ -4,18 +4,17 @@
 answer that was asked for before a local change of the same name is thrown away: between asking and
 answering, the change may or may not have been seen.
 
-A directory is read page by page (`Reading`), as far as somebody wants to see it. Whoever comes
+A directory is read page by page (`readings`), as far as somebody wants to see it. Whoever comes
 while a reading that is young enough is under way shares it. One that reached the end, and is not
 too large to keep, answers for single names, too.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,24 +23,27 @@ import trio
 from trainmount_files.errors import NotADirectory, NotFound, Unavailable
 from trainmount_files.volume import FileStat, Page, Volume
 from trainmount_fuse.inodes import Inode, InodeTable
+from trainmount_fuse.readings import MAX_KEPT, HiddenNames, Reading, ReadPage, without_twins
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.workers import Workers
 
-__all__ = ["Metadata", "MetadataStatistics", "ReadPage", "Reading", "is_valid_name"]
-
-log = logging.getLogger(__name__)
-
-NAME_MAX_BYTES: Final = 255
+__all__ = ["Metadata", "MetadataStatistics"]
 
 _MAX_ENTRIES: Final = 150_000
 """Entries of all listings that are kept, at some 400 bytes each."""
 
-_MAX_KEPT: Final = 100_000
-"""Entries of one listing that is kept."""
-
 _MAX_DIRECTORIES: Final = 20_000
 _MAX_ABSENT: Final = 10_000
-_MAX_HIDDEN: Final = 10_000
+
+_MANY_AT_ONCE: Final = 4
+"""Names asked for at once in one directory, from which on a listing of it answers for all: a page
+of the Files API has 1,000 and costs the processor as much as three or four single answers.
+"""
+
+_MANY_PAGES: Final = 2
+"""A directory of more pages is asked for its names one by one."""
+
+_LARGE_SECONDS: Final = 60.0
 _MAX_ATTEMPTS: Final = 3
 
 
@@ -71,45 +73,6 @@ class MetadataStatistics:
     """Entries of the listings kept now."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPage:
-    """The entries of one page that a file system can show."""
-
-    entries: tuple[FileStat, ...]
-    asked_at: float
-    """Monotonic time before it was asked for."""
-
-    next_token: str | None
-    """None: this is the last page."""
-
-
-@dataclass(slots=True, eq=False)
-class Reading:
-    """One reading of a directory, page by page; shared by all who read it meanwhile."""
-
-    directory_ino: int
-    path: str
-    asked_at: float
-    """Monotonic time before the first page was asked for."""
-
-    tokens: list[str | None] = field(default_factory=lambda: [None])
-    """By which each page is asked for."""
-
-    pages: list[ReadPage | None] = field(default_factory=list)
-    """None: given up, because the directory is large."""
-
-    num_entries: int = 0
-    held: dict[str, FileStat] = field(default_factory=dict)
-    """Files of a bucket that a directory of the same name may still follow."""
-
-    lock: trio.Lock = field(default_factory=trio.Lock)
-    """Held while a page is asked for."""
-
-    @property
-    def is_kept(self) -> bool:
-        return self.num_entries <= _MAX_KEPT
-
-
 @dataclass(slots=True)
 class _Directory:
     reading: Reading | None = None
@@ -126,6 +89,14 @@ class _Directory:
     """Name -> when this mount changed it last."""
 
     last_change: float = -math.inf
+    num_asking: int = 0
+    """Single names of it that the store is being asked for."""
+
+    large_until: float = -math.inf
+    """Until then it is taken for too large to be listed for a few names."""
+
+    lock: trio.Lock = field(default_factory=trio.Lock)
+    """Held while it is listed for single names."""
 
 
 class Metadata:
@@ -138,17 +109,23 @@ class Metadata:
         self._workers = workers
         self._inodes = inodes
         self._settings = settings
+        self._longest_timeout_seconds = max(
+            settings.entry_timeout_seconds,
+            settings.attr_timeout_seconds,
+            settings.directory_timeout_seconds,
+            settings.open_timeout_seconds,
+        )
         self._has_twins = not volume.capabilities.keeps_directories
         self._directories: OrderedDict[int, _Directory] = OrderedDict()
         self._num_entries = 0
-        self._hidden: set[str] = set()
+        self._hidden = HiddenNames()
         self._num_stats = self._num_pages = self._num_lookups = 0
         self._num_hits = self._num_negative_hits = 0
 
     @property
     def num_hidden(self) -> int:
         """Different names seen that no file system can show beside the others."""
-        return len(self._hidden)
+        return self._hidden.count
 
     def statistics(self) -> MetadataStatistics:
         """A snapshot of the counters."""
@@ -158,7 +135,7 @@ class Metadata:
             num_lookups=self._num_lookups,
             num_hits=self._num_hits,
             num_negative_hits=self._num_negative_hits,
-            num_hidden=len(self._hidden),
+            num_hidden=self._hidden.count,
             num_entries=self._num_entries,
         )
 
@@ -171,13 +148,17 @@ class Metadata:
             age = now - newest.asked_at
             if age < self._settings.directory_timeout_seconds:
                 return newest
+        if now - known.listed_at >= self._longest_timeout_seconds:
+            # Good for nothing any more: two listings of a large directory are too much memory.
+            self._num_entries -= len(known.entries)
+            known.entries, known.listed_at = {}, -math.inf
         known.reading = Reading(directory.ino, self._inodes.path_of(directory), now)
         return known.reading
 
     def reading_from(self, directory: Inode, token: str, asked_at: float) -> Reading:
         """A reading that goes on where a predecessor's was; nobody shares it."""
         path = self._inodes.path_of(directory)
-        return Reading(directory.ino, path, asked_at, tokens=[token], num_entries=_MAX_KEPT + 1)
+        return Reading(directory.ino, path, asked_at, tokens=[token], num_entries=MAX_KEPT + 1)
 
     async def page(self, reading: Reading, index: int) -> ReadPage:
         """One page of a reading: any that was seen, or the one behind it. Raises VolumeError."""
@@ -188,16 +169,16 @@ class Metadata:
                 if page is not None:
                     return page
                 answer = await self._ask(reading, index)
-                shown = self._shown(reading.path, answer.entries)
+                shown = self._hidden.shown(reading.path, answer.entries)
                 return ReadPage(shown, now, answer.next_page_token or None)
             answer = await self._ask(reading, index)
             token = answer.next_page_token or None
             if token is not None and token in reading.tokens:
                 raise Unavailable("list", reading.path, "the store repeated a page token")
-            self._note_hidden(reading.path, answer.refused)
-            shown = self._shown(reading.path, answer.entries)
+            self._hidden.note(reading.path, answer.refused)
+            shown = self._hidden.shown(reading.path, answer.entries)
             if self._has_twins:
-                shown = self._without_twins(reading, shown, is_last=token is None)
+                shown = without_twins(reading, shown, self._hidden, is_last=token is None)
             page = ReadPage(shown, now, token)
             self._append(reading, page)
             return page
@@ -216,25 +197,76 @@ class Metadata:
         max_absence = min(max_age_seconds, self._settings.negative_timeout_seconds)
         for _attempt in range(_MAX_ATTEMPTS):
             now = time.monotonic()
-            if now - known.absent.get(name, -math.inf) < max_absence:
-                self._num_negative_hits += 1
-                return None, known.absent[name]
-            if name in known.entries:
-                if now - known.listed_at < max_age_seconds:
-                    self._num_hits += 1
-                    return known.entries[name], known.listed_at
-            elif now - known.listed_at < max_absence:
-                self._num_negative_hits += 1
-                return None, known.listed_at
+            answer = self._known(known, name, max_age_seconds, max_absence)
+            if answer is not None:
+                return answer
+            is_crowded = known.num_asking >= _MANY_AT_ONCE or known.lock.locked()
+            if is_crowded and known.large_until < now:
+                await self._list_for_names(directory, known, now)
+                answer = self._known(known, name, max_age_seconds, max_absence, now)
+                if answer is not None:
+                    return answer
             path = self._inodes.path_of(directory)
             path = f"{path}/{name}" if path else name
+            was_directory = self._has_twins and self._was_directory(directory.ino, name)
+            now = time.monotonic()
             self._num_stats += 1
-            twin = self._has_twins and self._was_directory(directory.ino, name)
-            stat = await self._workers.call(_stat, self._volume, path, self._has_twins, twin)
+            known.num_asking += 1
+            try:
+                stat = await self._workers.call(
+                    _stat, self._volume, path, self._has_twins, was_directory
+                )
+            finally:
+                known.num_asking -= 1
             if known.changed.get(name, -math.inf) < now:
                 break
         self._keep(known, name, stat, now)
         return stat, now
+
+    def _known(
+        self,
+        known: _Directory,
+        name: str,
+        max_age_seconds: float,
+        max_absence: float,
+        arrived_at: float = math.inf,
+    ) -> tuple[FileStat | None, float] | None:
+        """What is known of the name and young enough, or asked for after `arrived_at`; None where
+        the store has to be asked.
+        """
+        now = time.monotonic()
+
+        def counts(asked_at: float, max_age: float) -> bool:
+            return now - asked_at < max_age or asked_at >= arrived_at
+
+        absent_at = known.absent.get(name, -math.inf)
+        if counts(absent_at, max_absence):
+            self._num_negative_hits += 1
+            return None, absent_at
+        if name in known.entries:
+            if counts(known.listed_at, max_age_seconds):
+                self._num_hits += 1
+                return known.entries[name], known.listed_at
+        elif counts(known.listed_at, max_absence):
+            self._num_negative_hits += 1
+            return None, known.listed_at
+        return None
+
+    async def _list_for_names(self, directory: Inode, known: _Directory, arrived_at: float) -> None:
+        """Have a listing that was asked for after `arrived_at`, shared by all who wait for one.
+
+        Does nothing where the directory is large.
+        """
+        async with known.lock:
+            if known.listed_at >= arrived_at or known.large_until > arrived_at:
+                return
+            reading = Reading(directory.ino, self._inodes.path_of(directory), time.monotonic())
+            known.reading = reading
+            for index in range(_MANY_PAGES):
+                page = await self.page(reading, index)
+                if page.next_token is None:
+                    return
+            known.large_until = time.monotonic() + _LARGE_SECONDS
 
     def listed(self, directory_ino: int) -> tuple[Mapping[str, FileStat], float]:
         """The entries of the newest whole listing that is kept, and when it was asked for; none and
@@ -334,53 +366,9 @@ class Metadata:
         known.absent.clear()
         self._bound()
 
-    def _shown(self, path: str, entries: Iterable[FileStat]) -> tuple[FileStat, ...]:
-        shown: list[FileStat] = []
-        for stat in entries:
-            if is_valid_name(stat.name):
-                shown.append(stat)
-            else:
-                self._note_hidden(path, (stat.name,))
-        return tuple(shown)
-
-    def _without_twins(
-        self, reading: Reading, page: tuple[FileStat, ...], *, is_last: bool
-    ) -> tuple[FileStat, ...]:
-        """A bucket can have a file and a directory of one name; the directory shows.
-
-        Keys come in their order, so that between `x` and `x/` only names can stand that begin with
-        `x` and a character before the slash: a file is held back until its directory cannot come.
-        """
-        shown: list[FileStat] = []
-        for stat in page:
-            key = stat.name + ("/" if stat.is_directory else "")
-            passed = [name for name in reading.held if not _is_between(name, key)]
-            shown.extend(reading.held.pop(name) for name in passed)
-            if not stat.is_directory:
-                reading.held[stat.name] = stat
-                continue
-            if reading.held.pop(stat.name, None) is not None:
-                self._note_hidden(reading.path, (stat.name,))
-            shown.append(stat)
-        if is_last:
-            shown.extend(reading.held.values())
-            reading.held.clear()
-        return tuple(shown)
-
     def _was_directory(self, parent_ino: int, name: str) -> bool:
         child = self._inodes.find_child(parent_ino, name)
         return child is not None and child.is_directory
-
-    def _note_hidden(self, path: str, names: Iterable[str]) -> None:
-        for name in names:
-            whole = f"{path}/{name}"
-            if whole in self._hidden or len(self._hidden) >= _MAX_HIDDEN:
-                continue
-            self._hidden.add(whole)
-            log.warning(
-                "A name that no file system can show beside the others is hidden",
-                extra={"path": ascii(whole)[1:-1]},
-            )
 
     def _keep(self, known: _Directory, name: str, stat: FileStat | None, now: float) -> None:
         if stat is None:
@@ -406,21 +394,6 @@ class Metadata:
     def _drop_entry(self, known: _Directory, name: str) -> None:
         if known.entries.pop(name, None) is not None:
             self._num_entries -= 1
-
-
-def is_valid_name(name: str) -> bool:
-    """Whether a directory entry of this name can exist in a file system."""
-    return (
-        name not in ("", ".", "..")
-        and "/" not in name
-        and "\0" not in name
-        and len(name.encode(errors="surrogatepass")) <= NAME_MAX_BYTES
-    )
-
-
-def _is_between(name: str, key: str) -> bool:
-    """Whether the directory `name` may still follow behind `key`."""
-    return key.startswith(name) and key[len(name) :] <= "/"
 
 
 def _stat(volume: Volume, path: str, has_twins: bool, was_directory: bool) -> FileStat | None:

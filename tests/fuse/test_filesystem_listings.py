@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import threading
 from itertools import islice
 from typing import Any
 
 import pytest
+import trio
 
-from trainmount_files.errors import InvalidRequest
+from trainmount_files.errors import InvalidRequest, Unavailable
 from trainmount_files.volume import FileStat, Page
 from trainmount_fuse import inodes
 from trainmount_fuse.attributes import ROOT_INO
@@ -181,7 +183,7 @@ async def test_memory_of_a_large_directory_does_not_grow_with_it(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inodes, "_MAX_IN_MEMORY", 1000)
-    monkeypatch.setattr("trainmount_fuse.metadata._MAX_KEPT", 1000)
+    monkeypatch.setattr("trainmount_fuse.readings.MAX_KEPT", 1000)
     a = await world.node()
     names = [f"f{number:05}" for number in range(5000)]
     _paged(a, names, 500)
@@ -229,3 +231,100 @@ async def test_a_number_that_was_forgotten_by_mistake_is_found_again_by_its_name
     await a.fs.forget([(ino, 1)])
     assert await world.errno_from(a.fs.getattr(ino)) == errno.ESTALE
     assert (await a.stat("f")).ino == ino
+
+
+async def test_many_names_of_a_directory_asked_for_at_once_take_one_listing(world: Any) -> None:
+    a = await world.node(num_worker_threads=16, entry_timeout_seconds=1000.0)
+    await a.mkdir("d")
+    for number in range(320):
+        (world.remote / "d" / f"f{number:03}").write_bytes(b"x" * number)
+    ino = (await a.stat("d")).ino
+    a.volume.calls.clear()
+    is_open = threading.Event()
+    a.volume.fault = lambda _operation, _path: is_open.wait(30)
+    sizes: dict[int, int] = {}
+
+    async def look_up(begin: int) -> None:
+        for number in range(begin, 320, 16):
+            sizes[number] = (await a.fs.lookup(ino, b"f%03d" % number)).size
+
+    async with trio.open_nursery() as nursery:
+        for begin in range(16):
+            nursery.start_soon(look_up, begin)
+        await a.settled(lambda: a.volume.calls["list"] == 1, "it is listed")
+        is_open.set()
+    assert sizes == {number: number for number in range(320)}
+    assert a.volume.calls["list"] == 1
+    assert a.volume.calls["stat"] <= 4
+
+
+async def test_opens_at_once_each_have_an_answer_from_after_they_came(world: Any) -> None:
+    """Also where one listing answers for many of them."""
+    a, b = await world.node("a", num_worker_threads=16), await world.node("b")
+    names = [f"f{number}" for number in range(12)]
+    for name in names:
+        await b.write(name, b"1")
+    assert set(await a.entries()) == set(names)
+    for length in (2, 3, 4):
+        for name in names:
+            await b.write(name, b"x" * length)
+        read: dict[str, bytes] = {}
+
+        async def read_one(name: str, read: dict[str, bytes] = read) -> None:
+            read[name] = await a.read(name)
+
+        async with trio.open_nursery() as nursery:
+            for name in names:
+                nursery.start_soon(read_one, name)
+        assert read == dict.fromkeys(names, b"x" * length)
+
+
+async def test_a_large_directory_is_not_listed_for_a_few_names(world: Any) -> None:
+    a = await world.node(num_worker_threads=16)
+    names = [f"f{number:03}" for number in range(40)]
+    for name in names:
+        (world.remote / name).write_bytes(b"22")
+    _paged(a, names, 10)
+    sizes: list[int] = []
+
+    async def look_up(name: str) -> None:
+        sizes.append((await a.fs.lookup(ROOT_INO, name.encode())).size)
+
+    for _ in range(2):
+        async with trio.open_nursery() as nursery:
+            for name in names:
+                nursery.start_soon(look_up, name)
+    assert sizes == [2] * 80
+    assert a.volume.calls["list"] == 2
+
+
+async def test_a_store_that_is_down_leaves_no_absence_and_no_half_listing(world: Any) -> None:
+    """Its errors are EAGAIN each time, and what is there shows as soon as it answers."""
+    a = await world.node(negative_timeout_seconds=1000.0, directory_timeout_seconds=1000.0)
+    names = [f"f{number}" for number in range(4)]
+    for name in names:
+        (world.remote / name).write_bytes(b"x")
+    _paged(a, names, 2)
+    good = a.volume.list_page
+
+    def fail(operation: str, path: str) -> None:
+        raise Unavailable(operation, path, "HTTP 503")
+
+    def fail_behind_the_first_page(path: str, page_token: str | None = None) -> Page:
+        if page_token is not None:
+            fail("list", path)
+        return good(path, page_token)
+
+    a.volume.fault = fail
+    for _ in range(2):
+        assert await world.errno_from(a.fs.lookup(ROOT_INO, b"f0")) == errno.EAGAIN
+    a.volume.list_page = fail_behind_the_first_page
+    fh = await a.fs.opendir(ROOT_INO)
+    first = list(await a.fs.readdir(fh, 0))
+    for _ in range(2):
+        again = a.fs.readdir(fh, first[-1].next_id)
+        assert await world.errno_from(again) == errno.EAGAIN
+    a.volume.fault, a.volume.list_page = None, good
+    assert _names(await _read_on(a, fh, first[-1].next_id)) == names[2:]
+    assert (await a.stat("f0")).size == 5
+    assert set(await a.entries()) == set(names)
