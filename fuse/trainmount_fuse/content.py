@@ -26,6 +26,7 @@ from trainmount_fuse.journal import StagedState
 from trainmount_fuse.prefetch import Streams
 from trainmount_fuse.reading import Reading
 from trainmount_fuse.staged_file import StagedFile
+from trainmount_fuse.staging import LATER_VERSION
 
 __all__ = ["Content"]
 
@@ -285,7 +286,11 @@ class Content:
             return
         path = core.inodes.path_of(inode)
         try:
-            stat = await core.workers.call(core.staging.upload, staged, core.volume, path)
+            upload = core.staging.upload_left if staged.is_left else core.staging.upload
+            stat = await core.workers.call(upload, staged, core.volume, path)
+            if stat is None:
+                # Kept as failed; the next mount puts the bytes beside what the store has.
+                raise OSError(errno.ESTALE, LATER_VERSION)
         except (VolumeError, OSError) as error:
             staged.error = error
             raise

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import errno
 import logging
-from typing import Final
 
 from trainmount_files.errors import VolumeError
-from trainmount_files.volume import FileStat
 from trainmount_fuse.content import Content
 from trainmount_fuse.core import Core
 from trainmount_fuse.inodes import Inode, Link
 from trainmount_fuse.journal import StagedState
 from trainmount_fuse.staged_file import StagedFile
-from trainmount_fuse.staging import remote_stat
+from trainmount_fuse.staging import LATER_VERSION
 
 __all__ = ["Recovery"]
 
 log = logging.getLogger(__name__)
-
-_CHANGED: Final = "the store has another version than the one these bytes follow on"
 
 
 class Recovery:
@@ -56,6 +52,7 @@ class Recovery:
                 continue
             inode = self._inode_of(staged)
             if not is_open:
+                staged.is_left = True
                 pending.append(inode)
         if not core.handles.is_successor:
             pending.extend(self.failed_again())
@@ -85,7 +82,9 @@ class Recovery:
                 return
             fields = {"path": staged.volume_path}
             try:
-                stat = await core.workers.call(_send_if_unchanged, core, staged)
+                stat = await core.workers.call(
+                    core.staging.upload_left, staged, core.volume, staged.volume_path
+                )
             except (VolumeError, OSError) as error:
                 staged.error = error
             else:
@@ -94,6 +93,8 @@ class Recovery:
                     return
                 await self._content.drop_namesakes(stat)
                 self._content.note_uploaded(inode, stat)
+                # The kernel may have pages of what the store had until now.
+                inode.told = inode.cached = None
                 log.info("A file left by an earlier daemon was uploaded", extra=fields)
             await self._content.retire(inode)
 
@@ -101,7 +102,7 @@ class Recovery:
         core = self._core
         if core.handles.is_open(inode.ino):
             # Whoever opened it meanwhile reads on; the next mount tries again.
-            staged.error = OSError(errno.ESTALE, _CHANGED)
+            staged.error = OSError(errno.ESTALE, LATER_VERSION)
             return
         core.staging.withdraw(staged)
         inode.stat = inode.told = inode.cached = None
@@ -110,7 +111,9 @@ class Recovery:
         try:
             kept_path = await core.workers.call(core.staging.upload_beside, staged, core.volume)
         except (VolumeError, OSError) as error:
-            await core.workers.call(core.staging.fail, staged, f"{_CHANGED}; beside it: {error}")
+            await core.workers.call(
+                core.staging.fail, staged, f"{LATER_VERSION}; beside it: {error}"
+            )
             return
         core.metadata.note_unknown(inode.parent_ino, kept_path.rpartition("/")[2])
         log.warning(
@@ -124,7 +127,8 @@ class Recovery:
         found: list[Inode] = []
         for staged in core.staging.failed():
             inode = self._inode_at(staged.volume_path)
-            if core.staging.find(inode.ino) is None:
+            # Who reads the store's file goes on to; two contents in one inode would mix.
+            if core.staging.find(inode.ino) is None and not core.handles.is_open(inode.ino):
                 core.staging.adopt_failed(staged, inode.ino)
                 found.append(inode)
         return found
@@ -150,18 +154,3 @@ class Recovery:
         for directory in directories:
             parent = core.inodes.ensure_child(parent.ino, directory, is_directory=True)
         return core.inodes.ensure_child(parent.ino, name, is_directory=False)
-
-
-def _send_if_unchanged(core: Core, staged: StagedFile) -> FileStat | None:
-    """What the store has of the bytes now; None where it has another version than they follow
-    on.
-    """
-    found = remote_stat(core.volume, staged.volume_path)
-    version = None if found is None else found.version
-    if version == staged.base_version:
-        return core.staging.upload(staged, core.volume, staged.volume_path)
-    if found is not None and core.staging.has_content_of(staged, core.volume, found):
-        # The predecessor died between its upload and the journal.
-        core.staging.mark_uploaded(staged, found)
-        return found
-    return None

@@ -37,6 +37,9 @@ class StagedFile:
         self.may_stream = True
         """No upload was given up because its bytes were changed."""
 
+        self.is_left = False
+        """Nobody had it open when this daemon began: what the store has may have come later."""
+
         self._fd: int | None = None
         self._lock = threading.Lock()
 

@@ -24,6 +24,7 @@ from trainmount_fuse.streaming import Streaming
 from trainmount_fuse.uploading import Uploading
 
 __all__ = [
+    "LATER_VERSION",
     "CopyInto",
     "FilesNotUploaded",
     "Staging",
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 CopyInto = Callable[[int], None]
 """Fills an empty file, given its descriptor."""
+
+LATER_VERSION: Final = "the store has another version than the one these bytes follow on"
 
 _UNSYNCED: Final = "unsynced"
 """Base version of bytes that a reboot may have cut; no store has it, so they overwrite nothing."""
@@ -268,6 +271,20 @@ class Staging:
         self.mark_uploaded(staged, stat)
         return stat
 
+    def upload_left(self, staged: StagedFile, volume: Volume, path: str) -> FileStat | None:
+        """The same for bytes of an earlier daemon; None where the store has another version than
+        they follow on, and keeps it.
+        """
+        found = remote_stat(volume, path)
+        version = None if found is None else found.version
+        if version == staged.base_version:
+            return self.upload(staged, volume, path)
+        if found is None or not self._uploading.has_content_of(staged, volume, found):
+            return None
+        # The predecessor died between its upload and the journal.
+        self.mark_uploaded(staged, found)
+        return found
+
     def upload_beside(self, staged: StagedFile, volume: Volume) -> str:
         """Give the store withdrawn bytes under a name of their own, and have them here no more.
         Returns that path.
@@ -279,14 +296,10 @@ class Staging:
         self.discard(staged)
         return kept_path
 
-    def has_content_of(self, staged: StagedFile, volume: Volume, stat: FileStat) -> bool:
-        """Whether the store's file has exactly the local bytes. Raises VolumeError."""
-        return self._uploading.has_content_of(staged, volume, stat)
-
     def mark_uploaded(self, staged: StagedFile, stat: FileStat) -> None:
         """The store has these bytes."""
         self._journal.set_uploaded(staged.id, stat.version)
-        staged.base_version, staged.exclusive = stat.version, False
+        staged.base_version, staged.exclusive, staged.is_left = stat.version, False, False
         staged.state, staged.error = StagedState.CLEAN, None
         self._supersede(staged.volume_path)
 
@@ -328,7 +341,7 @@ class Staging:
         self._journal.set_ino(staged.id, ino)
         self._journal.set_state(staged.id, StagedState.DIRTY)
         self._failed.pop(staged.id, None)
-        staged.ino, staged.state = ino, StagedState.DIRTY
+        staged.ino, staged.state, staged.is_left = ino, StagedState.DIRTY, True
         self._by_ino[ino] = staged
 
     def close(self) -> None:

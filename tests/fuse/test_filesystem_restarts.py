@@ -15,6 +15,7 @@ from trainmount_fuse import journal
 from trainmount_fuse.attributes import ROOT_INO
 from trainmount_fuse.handles import HandleTable
 from trainmount_fuse.journal import unsent_paths
+from trainmount_fuse.recovery import Recovery
 from trainmount_fuse.staging import FilesNotUploaded
 
 WRONLY_NEW = os.O_CREAT | os.O_WRONLY
@@ -119,6 +120,32 @@ async def test_left_bytes_never_overwrite_what_came_later(world: Any) -> None:
     assert staging.statistics().num_conflicts == 1
     await a.remount()
     assert [one.kept_path for one in a.fs.core.staging.conflicts()] == [beside]
+
+
+async def test_left_bytes_that_somebody_opens_before_they_are_sent_overwrite_nothing_either(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await a.write("f", b"base")
+    fh = await a.open("f", os.O_WRONLY)
+    await a.fs.write(fh, 0, b"left by a")
+    await b.write("f", b"later by b")
+
+    async def not_yet(*_: object) -> None:
+        return
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recovery, "upload", not_yet)
+        await a.remount()
+    fh = await a.open("f", os.O_RDWR)
+    assert await a.read_handle(fh) == b"left by a"
+    await a.fs.write(fh, 9, b" and more")
+    assert await world.errno_from(a.close(fh), transfer=True) == errno.ESTALE
+    assert world.remote_files() == {"f": b"later by b"}
+    assert [(one.path, one.size_bytes) for one in a.fs.failed_files()] == [("f", 18)]
+    await a.remount()
+    await a.settled(lambda: len(world.remote_files()) == 2, "the left bytes are beside it")
+    assert sorted(world.remote_files().values()) == [b"later by b", b"left by a and more"]
 
 
 async def test_left_bytes_that_cannot_be_put_beside_are_kept_here_until_they_can(
