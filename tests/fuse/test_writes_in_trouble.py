@@ -1,0 +1,160 @@
+"""Writes where disk, quota, journal or store have an end, and names that go from open files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from trainmount_files.errors import PermissionDenied, Unavailable
+from trainmount_fuse import content
+
+NEW = os.O_CREAT | os.O_WRONLY
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_write_that_does_not_fit_is_taken_in_part_or_not_at_all(
+    world: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    a = await world.node()
+    fh = await a.open("f", NEW)
+    assert await a.fs.write(fh, 0, b"0123456789") == 10
+    real, room = os.pwrite, 4
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(number, os.strerror(number))
+        taken, room = data[:room], room - min(room, len(data))
+        return real(fd, taken, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        assert await a.fs.write(fh, 10, b"abcdefghij") == 4
+        assert await world.errno_from(a.fs.write(fh, 14, b"efghij")) == number
+    assert (await a.stat("f")).size == 14
+    await a.close(fh)
+    assert world.remote_files() == {"f": b"0123456789abcd"}
+
+
+async def test_a_journal_that_cannot_be_written_is_enospc_before_a_byte_is_taken(
+    world: Any,
+) -> None:
+    a = await world.node()
+    await a.write("f", b"base")
+    fh = await a.open("f", os.O_RDWR)
+    database = a.fs.core.staging._journal._database
+    num_pages = database.execute("PRAGMA page_count").fetchone()[0]
+    # What the journal holds in reserve is used up, too.
+    database.execute("CREATE TABLE filler (bytes BLOB)")
+    database.execute(f"PRAGMA max_page_count={num_pages}")
+    with suppress(sqlite3.OperationalError):
+        while True:
+            database.execute("INSERT INTO filler VALUES (zeroblob(500))")
+    refused: Exception | None = None
+    for number in range(1000):
+        try:
+            await a.open(f"new{number}", NEW)
+        except sqlite3.OperationalError as error:
+            refused = error
+            break
+    assert refused is not None
+    assert world.errno_of(refused) == errno.ENOSPC
+    with pytest.raises(sqlite3.OperationalError):
+        await a.fs.write(fh, 0, b"x" * 10)
+    assert await a.read_handle(fh) == b"base"
+    database.execute("PRAGMA max_page_count=1000000")
+    assert await a.fs.write(fh, 0, b"BASE") == 4
+    await a.close(fh)
+    assert world.remote_files()["f"] == b"BASE"
+
+
+async def test_the_cache_makes_room_for_writes_and_never_takes_it_from_them(world: Any) -> None:
+    """The store is down and three files wait while other files fill the cache and leave it."""
+    a = await world.node(cache_size_bytes=200 * KIB)
+    others = {f"o{number}": os.urandom(100 * KIB) for number in range(6)}
+    for name, data in others.items():
+        (world.remote / name).write_bytes(data)
+    files = {f"f{number}": os.urandom(150 * KIB) for number in range(3)}
+    handles = {name: await a.open(name, NEW) for name in files}
+
+    def no_uploads(operation: str, path: str) -> None:
+        if operation == "upload":
+            raise Unavailable(operation, path, "connection refused")
+
+    a.volume.fault = no_uploads
+    for name, fh in handles.items():
+        await a.fs.write(fh, 0, files[name])
+        assert await world.errno_from(a.fs.flush(fh), transfer=True) == errno.EIO
+    num_uploads = a.volume.calls["upload"]
+    for _round in range(2):
+        for name, data in others.items():
+            assert await a.read(name) == data
+    assert a.fs.cache_statistics().evicted_bytes > 0
+    assert (a.volume.calls["upload"], a.volume.calls["delete"]) == (num_uploads, 0)
+    a.volume.fault = None
+    for name, fh in handles.items():
+        assert await a.read(name) == files[name]
+        await a.close(fh)
+    assert world.remote_files() == others | files
+
+
+async def test_a_file_written_beside_and_renamed_over_an_empty_one_is_whole_in_the_store(
+    world: Any,
+) -> None:
+    a = await world.node()
+    data = os.urandom(500 * KIB)
+    await a.write("t.part", data)
+    await a.write("t", b"")
+    await a.rename("t.part", "t")
+    b = await world.node("b")
+    assert world.remote_files() == {"t": data}
+    assert await b.read("t") == data
+    assert not await b.exists("t.part")
+
+
+async def test_a_large_open_file_is_not_fetched_when_its_name_goes(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is cached is read on; the rest is gone with the store's file."""
+    monkeypatch.setattr(content, "_KEPT_BYTES", 50 * KIB)
+    data, other = os.urandom(200 * KIB), os.urandom(60 * KIB)
+    for name in ("removed", "replaced"):
+        (world.remote / name).write_bytes(data)
+    a = await world.node(prefetch_max_bytes=0)
+    handles = {name: await a.open(name) for name in ("removed", "replaced")}
+    for fh in handles.values():
+        assert bytes(await a.fs.read(fh, 0, 8 * KIB)) == data[: 8 * KIB]
+    await a.write("new", other)
+    fetched = sum(len(one) for one in a.volume.fetched_ranges)
+    await a.unlink("removed")
+    await a.rename("new", "replaced")
+    assert sum(len(one) for one in a.volume.fetched_ranges) == fetched
+    assert world.remote_files() == {"replaced": other}
+    for fh in handles.values():
+        assert bytes(await a.fs.read(fh, 0, 8 * KIB)) == data[: 8 * KIB]
+        read = a.fs.read(fh, 100 * KIB, 8 * KIB)
+        assert await world.errno_from(read, transfer=True) == errno.ESTALE
+        await a.close(fh)
+    assert await a.read("replaced") == other
+    assert a.staging_files() == []
+
+
+async def test_a_store_that_takes_nothing_from_this_identity_says_so_at_close(world: Any) -> None:
+    a = await world.node()
+
+    def refuse(operation: str, path: str) -> None:
+        if operation == "upload":
+            raise PermissionDenied(operation, path, "no WRITE VOLUME")
+
+    a.volume.fault = refuse
+    fh = await a.open("f", NEW)
+    await a.fs.write(fh, 0, b"data")
+    assert await world.errno_from(a.close(fh), transfer=True) == errno.EACCES
+    assert [(one.path, one.size_bytes) for one in a.fs.failed_files()] == [("f", 4)]
+    assert not await a.exists("f")
