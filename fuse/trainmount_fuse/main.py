@@ -24,9 +24,11 @@ from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.options import (
     add_log_options,
     add_mount_options,
+    kibibytes,
     log_arguments,
     mount_name,
     mount_settings,
+    seconds,
     state_home,
 )
 from trainmount_fuse.session.cli import add_session_commands
@@ -71,8 +73,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add_log_options(serve)
     serve.add_argument("--keeper", type=Path, required=True, metavar="SOCKET")
     serve.add_argument("--reclaim", type=Path, required=True, metavar="SOCKET")
-    serve.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
-    serve.add_argument("--stop-timeout", type=float, default=120.0, metavar="SECONDS")
+    serve.add_argument("--timeout", type=seconds, default=300.0, metavar="SECONDS")
+    serve.add_argument("--stop-timeout", type=seconds, default=120.0, metavar="SECONDS")
     serve.set_defaults(run=_serve)
     add_session_commands(commands)
     add_control_commands(commands)
@@ -88,8 +90,8 @@ def _add_mount(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--foreground", action="store_true", help="stay until the mount ends")
     add("--ready-file", type=Path, metavar="FILE", help="gets the process ids once it is mounted")
-    add("--read-ahead-kib", type=int, default=16 * 1024, metavar="KIB")
-    add("--stop-timeout", type=float, default=120.0, metavar="SECONDS")
+    add("--read-ahead-kib", type=kibibytes, default=16 * 1024, metavar="KIB")
+    add("--stop-timeout", type=seconds, default=120.0, metavar="SECONDS")
     add("--notify-fd", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=_mount)
 

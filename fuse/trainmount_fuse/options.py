@@ -22,9 +22,11 @@ __all__ = [
     "add_log_options",
     "add_mount_options",
     "changed_settings",
+    "kibibytes",
     "log_arguments",
     "mount_name",
     "mount_settings",
+    "seconds",
     "state_home",
 ]
 
@@ -52,7 +54,8 @@ def _mode(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a mode; write 644") from None
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """The value of an option that is a time. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -60,6 +63,13 @@ def _seconds(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write 1 or 0.5")
     return value
+
+
+def kibibytes(text: str) -> int:
+    """The value of an option that is a number of KiB. Raises ArgumentTypeError."""
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 22):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of KiB below 4194304")
+    return int(text)
 
 
 def _id(text: str) -> int:
@@ -124,21 +134,21 @@ _OPTIONS: Final = (
     _Option(
         "--metadata-timeout",
         _METADATA,
-        _seconds,
+        seconds,
         "SECONDS",
         "how long names, sizes and listings are believed (1)",
     ),
     _Option(
         "--negative-timeout",
         ("negative_timeout_seconds",),
-        _seconds,
+        seconds,
         "SECONDS",
         "how long a name that was not there is believed to be missing (1)",
     ),
     _Option(
         "--open-timeout",
         ("open_timeout_seconds",),
-        _seconds,
+        seconds,
         "SECONDS",
         "age up to which open(2) believes what is known; at 0 it asks the store (0)",
     ),

@@ -14,12 +14,14 @@ import os
 import queue
 import select
 import signal
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from trainmount_files import (
     FileStat,
@@ -29,7 +31,8 @@ from trainmount_files import (
     Unavailable,
     VolumeError,
 )
-from trainmount_fuse.session.mounting import MountError, list_mounts, normalized
+from trainmount_files.files_api.sdk import Credentials
+from trainmount_fuse.session.mounting import MountError, find_mount, list_mounts, normalized
 from trainmount_fuse.session.registry import list_records
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.source import look_at_root, open_source
@@ -48,6 +51,12 @@ logger = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_SECONDS: Final = 30.0
 """Long enough for a token exchange and a slow store, short enough for a person who waits."""
+
+EARLY_SECONDS: Final = 4.0
+"""When a store that gave no answer yet is looked at more closely: a volume retries what will not
+get better by that, like a wrong name of the host."""
+
+CONNECT_SECONDS: Final = 3.0
 
 LOCK_TIMEOUT_SECONDS: Final = 3.0
 """How long a mount that was just unmounted may take to end."""
@@ -79,13 +88,7 @@ def check_volume(settings: MountSettings, timeout_seconds: float = CHECK_TIMEOUT
     # In a thread, because a volume keeps trying for longer than a person in front of a terminal
     # waits.
     threading.Thread(target=ask, name="check-volume", daemon=True).start()
-    try:
-        answer = answers.get(timeout=timeout_seconds)
-    except queue.Empty:
-        raise MountError(
-            f"cannot mount {source}: the store gave no answer in {timeout_seconds:g} s: "
-            "look at its address and the network"
-        ) from None
+    answer = _first(answers, timeout_seconds, settings)
     if isinstance(answer, VolumeError):
         hint = next((text for kind, text in _HINTS.items() if isinstance(answer, kind)), None)
         reason = answer.reason if hint is None else f"{hint} ({answer.reason})"
@@ -94,6 +97,43 @@ def check_volume(settings: MountSettings, timeout_seconds: float = CHECK_TIMEOUT
         raise answer
     if not answer.is_directory:
         raise MountError(f"cannot mount {source}: it is a file, a directory is needed")
+
+
+def _first(
+    answers: queue.SimpleQueue[FileStat | Exception],
+    timeout_seconds: float,
+    settings: MountSettings,
+) -> FileStat | Exception:
+    """The first answer. Raises MountError where none comes, early where the reason is plain."""
+    cannot = f"cannot mount {settings.source}"
+    early_seconds = min(EARLY_SECONDS, timeout_seconds)
+    try:
+        return answers.get(timeout=early_seconds)
+    except queue.Empty:
+        if settings.source.startswith("/"):
+            reason = _connection_fault(settings)
+            if reason is not None:
+                raise MountError(f"{cannot}: {_HINTS[Unavailable]} ({reason})") from None
+    try:
+        return answers.get(timeout=timeout_seconds - early_seconds)
+    except queue.Empty:
+        raise MountError(
+            f"{cannot}: the store gave no answer in {timeout_seconds:g} s: look at its address and "
+            "the network"
+        ) from None
+
+
+def _connection_fault(settings: MountSettings) -> str | None:
+    """Why no connection to the workspace can be made; None where one can, or nobody knows."""
+    try:
+        address = urlsplit(Credentials(profile=settings.profile or None).host)
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname or "", port), CONNECT_SECONDS).close()
+    except VolumeError:
+        return None
+    except (OSError, ValueError) as error:
+        return f"{address.netloc}: {getattr(error, 'strerror', None) or error}"
+    return None
 
 
 def check_volume_aside(settings: MountSettings) -> None:
@@ -130,6 +170,13 @@ def check_places(settings: MountSettings, mountpoint: Path) -> None:
             raise MountError(
                 f"mountpoint {target} lies inside a folder of the mount itself: name another one "
                 f"({option})"
+            )
+    with contextlib.suppress(OSError):
+        # One that is missing or unreadable is told by whoever mounts.
+        if find_mount(mountpoint) is None and any(target.iterdir()):
+            raise MountError(
+                f"mountpoint {target} is not empty, and the mount would hide what is in it: name "
+                "an empty directory"
             )
     if settings.source.startswith("file://"):
         source = Path(settings.source.removeprefix("file://")).resolve()
