@@ -17,11 +17,12 @@ from functools import partial
 from typing import Final
 
 from trainmount_files.errors import NotFound, Unsupported, VolumeError
-from trainmount_files.volume import FileStat, Volume, list_directory
+from trainmount_files.volume import FileStat
 from trainmount_fuse.attributes import Attributes, OpenFile
 from trainmount_fuse.content import Content
 from trainmount_fuse.core import Core, file_key
 from trainmount_fuse.inodes import Inode, Link
+from trainmount_fuse.moving import move_tree
 from trainmount_fuse.staging import remote_stat
 
 __all__ = ["RENAME_NOREPLACE", "Namespace"]
@@ -133,7 +134,8 @@ class Namespace:
         self, old_parent: Inode, old_name: str, new_parent: Inode, new_name: str, flags: int
     ) -> None:
         """Raises OSError as rename(2), EINVAL for flags other than RENAME_NOREPLACE, EXDEV where
-        the store cannot move it, from one volume to another; VolumeError.
+        the store cannot move it, from one volume to another, or a directory is too large;
+        VolumeError.
         """
         try:
             await self._rename(old_parent, old_name, new_parent, new_name, flags)
@@ -287,7 +289,8 @@ class Namespace:
         argument = f"{new_parent.ino}/{new_name}"
         with self._intending("rename", old_parent, old_name, argument):
             try:
-                await core.workers.call(_move_tree, core.volume, old_path, new_path)
+                limit = core.settings.rename_max_entries
+                await core.workers.call(move_tree, core.volume, old_path, new_path, limit)
             finally:
                 # Whatever was moved until an error: nothing known of names is certain.
                 core.metadata.clear()
@@ -431,21 +434,3 @@ def _check_kinds(source: Inode, target: Inode | None) -> None:
 
 def _joined(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
-
-
-def _move_tree(volume: Volume, old_path: str, new_path: str) -> None:
-    """In a worker thread. May be called again after it was cut off: what was moved is skipped."""
-    volume.make_directory(new_path)
-    try:
-        for stat in list(list_directory(volume, old_path)):
-            target = f"{new_path}/{stat.name}"
-            if stat.is_directory:
-                _move_tree(volume, stat.path, target)
-            else:
-                volume.rename(stat.path, target)
-    except Unsupported:
-        # Whoever copies it now must not find a directory that nobody made.
-        with suppress(VolumeError):
-            volume.remove_directory(new_path)
-        raise
-    volume.remove_directory(old_path)

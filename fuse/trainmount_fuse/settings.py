@@ -162,6 +162,13 @@ class MountSettings:
     the store less.
     """
 
+    rename_max_entries: int = 10_000
+    """Files and directories below a directory up to which it can be renamed; above, EXDEV.
+
+    A store moves single files, some of them through this machine. mv(1) and shutil.move copy after
+    EXDEV, which takes as long, but can be seen and stopped, and leaves the old ones until the end.
+    """
+
     num_worker_threads: int = 64
     """Requests that may wait for the store or the disk at once."""
 
@@ -177,7 +184,7 @@ class MountSettings:
         _require_at_least(self, "prefetch_fetch_bytes", self.block_size_bytes)
         # One range must fit, or nothing could ever be read ahead.
         _require_at_least(self, "memory_bytes", self.prefetch_fetch_bytes)
-        for name in ("num_prefetch_threads", "num_worker_threads"):
+        for name in ("num_prefetch_threads", "num_worker_threads", "rename_max_entries"):
             _require_at_least(self, name, 1)
         for name in _NOT_NEGATIVE:
             _require_at_least(self, name, 0)
