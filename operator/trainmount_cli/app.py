@@ -23,6 +23,8 @@ from trainmount_cli.cancel import cancel
 from trainmount_cli.cp import cp
 from trainmount_cli.doctor import doctor
 from trainmount_cli.errors import EXIT_FAILED, CliError
+from trainmount_cli.evict import evict
+from trainmount_cli.flush import flush
 from trainmount_cli.get import get
 from trainmount_cli.list_runs import list_runs
 from trainmount_cli.logs import logs
@@ -30,9 +32,12 @@ from trainmount_cli.ls import ls
 from trainmount_cli.mkdir import mkdir
 from trainmount_cli.mount import mount, remount, unmount
 from trainmount_cli.output import print_error
+from trainmount_cli.refresh import refresh
 from trainmount_cli.rm import rm
 from trainmount_cli.run import run
 from trainmount_cli.serve import serve
+from trainmount_cli.status import status
+from trainmount_cli.warm import warm
 
 __all__ = ["app", "main"]
 
@@ -93,6 +98,11 @@ app.command("serve", context_settings=_PASS_THROUGH)(serve)
 app.command("mount", context_settings=_PASS_THROUGH)(mount)
 app.command("remount", context_settings=_PASS_THROUGH)(remount)
 app.command("unmount", context_settings=_PASS_THROUGH)(unmount)
+app.command("status")(status)
+app.command("warm")(warm)
+app.command("evict")(evict)
+app.command("flush")(flush)
+app.command("refresh")(refresh)
 app.command("ls")(ls)
 app.command("cp")(cp)
 app.command("rm")(rm)

@@ -105,7 +105,7 @@ def _copy(
         Part(copy.source, report, _local_target(copy))
         for copy, report in zip(planned, reports, strict=True)
     ]
-    with showing_progress("copied", parts):
+    with showing_progress("copied", [part.report for part in parts]):
         for copy, report in zip(planned, reports, strict=True):
             if isinstance(copy.problem, VolumeError):
                 report.failed("", copy.problem)

@@ -56,7 +56,7 @@ def rm(
     parts = [Part(location, Report()) for location in locations]
     chunks = number_of_bytes("--chunk-above", chunk_above)
     with interruptible("rm"), Volumes(profile=profile, chunk_above_bytes=chunks) as volumes:
-        with showing_progress("removed", parts):
+        with showing_progress("removed", [part.report for part in parts]):
             for part in parts:
                 try:
                     _remove(part.location, volumes, part.report, jobs, recursive=recursive)

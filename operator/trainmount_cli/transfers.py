@@ -109,13 +109,13 @@ def _print_silence() -> None:
 
 
 @contextlib.contextmanager
-def showing_progress(verb: str, parts: Sequence[Part]) -> Iterator[None]:
-    """Show how far `parts` are while the block lasts: a bar on a terminal, else a line now and
+def showing_progress(verb: str, reports: Sequence[Report]) -> Iterator[None]:
+    """Show how far `reports` are while the block lasts: a bar on a terminal, else a line now and
     then.
     """
     over = threading.Event()
     show = _show_bar if sys.stderr.isatty() else _show_lines
-    thread = threading.Thread(target=show, args=(verb, parts, over), name="progress", daemon=True)
+    thread = threading.Thread(target=show, args=(verb, reports, over), name="progress", daemon=True)
     thread.start()
     try:
         yield
@@ -124,15 +124,15 @@ def showing_progress(verb: str, parts: Sequence[Part]) -> Iterator[None]:
         thread.join(1.0)
 
 
-def _show_lines(verb: str, parts: Sequence[Part], over: threading.Event) -> None:
+def _show_lines(verb: str, reports: Sequence[Report], over: threading.Event) -> None:
     while not over.wait(_PLAIN_PERIOD_SECONDS):
-        done, found, num_bytes = _sums(parts)
+        done, found, num_bytes = _sums(reports)
         line = f"trainmount: {verb} {done:,} of {found:,} files so far, {size_text(num_bytes)}"
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 
 
-def _show_bar(verb: str, parts: Sequence[Part], over: threading.Event) -> None:
+def _show_bar(verb: str, reports: Sequence[Report], over: threading.Event) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -148,8 +148,8 @@ def _show_bar(verb: str, parts: Sequence[Part], over: threading.Event) -> None:
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(verb, total=None, files="", amount="")
         while not over.wait(_TERMINAL_PERIOD_SECONDS):
-            done, found, num_bytes = _sums(parts)
-            if found == 1 and (total := sum(part.report.num_bytes_found for part in parts)):
+            done, found, num_bytes = _sums(reports)
+            if found == 1 and (total := sum(report.num_bytes_found for report in reports)):
                 state: dict[str, Any] = {"completed": num_bytes, "total": total}
                 state["amount"] = f"{size_text(num_bytes)} of {size_text(total)}"
             else:
@@ -160,8 +160,7 @@ def _show_bar(verb: str, parts: Sequence[Part], over: threading.Event) -> None:
             bar.refresh()
 
 
-def _sums(parts: Sequence[Part]) -> tuple[int, int, int]:
-    reports = [part.report for part in parts]
+def _sums(reports: Sequence[Report]) -> tuple[int, int, int]:
     return (
         sum(report.num_done for report in reports),
         sum(report.num_found for report in reports),
