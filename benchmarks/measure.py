@@ -31,9 +31,12 @@ __all__ = [
     "measured",
     "peak_memory",
     "peak_mib_of",
+    "processor_seconds_of",
     "reset_peak",
+    "resident_mib_of",
     "run_program",
     "say",
+    "shared_out_mib_of",
     "start_program",
     "take_turns",
 ]
@@ -52,6 +55,8 @@ class Sample:
     """Of the measured process, above what it held when the clock began."""
     daemon_mib: float = 0.0
     """Peak of the mount's daemon meanwhile, all of it; 0 where no mount took part."""
+    daemon_seconds: float = 0.0
+    """Processor time of the mount's daemon meanwhile. Others on the machine disturb it least."""
 
 
 @dataclass
@@ -98,7 +103,7 @@ def measured() -> Iterator[Timing]:
     """Time the block and find the peak of this process's memory in it."""
     timing = Timing()
     reset_peak("self")
-    before = _status_mib("self", "VmRSS")
+    before = resident_mib_of("self")
     began = time.perf_counter()
     yield timing
     timing.seconds = time.perf_counter() - began
@@ -116,6 +121,26 @@ def reset_peak(process: int | str) -> None:
 def peak_mib_of(process: int | str) -> float:
     """Most memory that a process held in RAM since `reset_peak`."""
     return _status_mib(process, "VmHWM")
+
+
+def resident_mib_of(process: int | str) -> float:
+    """Memory that a process holds in RAM now."""
+    return _status_mib(process, "VmRSS")
+
+
+def shared_out_mib_of(process: int) -> float:
+    """Memory of a process in RAM, each shared page divided among those who have it."""
+    for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/{process}/smaps_rollup has no Pss")
+
+
+def processor_seconds_of(process: int) -> float:
+    """Processor time of a process and its threads since it began, to hundredths."""
+    # The name before it is in brackets and may hold anything.
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _status_mib(process: int | str, field_name: str) -> float:
@@ -161,7 +186,8 @@ def finish_program(program: Program, process: subprocess.Popen[str]) -> Timing:
             # Not its outputs' end: a process of its own may have them open for longer.
             process.wait()
     if process.returncode != 0:
-        raise RuntimeError(f"{program.module}.{program.name} failed:\n{errors}")
+        ended = f"{program.module}.{program.name} ended with {process.returncode}"
+        raise RuntimeError(f"{ended}:\n{errors or output}")
     return Timing(**json.loads(output.splitlines()[-1]))
 
 
@@ -184,7 +210,7 @@ def take_turns(
         for name in names:
             sample = sides[name](number)
             samples[name].append(sample)
-            say(f"  {number + 1}/{repeats} {name}: {sample.seconds:.3f} s")
+            say(f"  {number + 1}/{repeats} {name}: {sample.seconds:.3f} s{_of_daemon(sample)}")
     return samples
 
 
@@ -206,10 +232,13 @@ def compare(
 
 
 def peak_memory(samples: Sequence[Sample]) -> str:
-    """The largest peaks of a side."""
+    """The largest peaks of a side, and the least processor time of its daemon."""
     text = f"+{max(sample.peak_mib for sample in samples):.0f} MiB"
     daemon = max(sample.daemon_mib for sample in samples)
-    return f"{text}, daemon {daemon:.0f} MiB" if daemon else text
+    if not daemon:
+        return text
+    seconds = min(sample.daemon_seconds for sample in samples)
+    return f"{text}, daemon {daemon:.0f} MiB, {seconds:.2f} s"
 
 
 def drop_page_cache(*paths: Path) -> None:
@@ -232,6 +261,12 @@ def drop_page_cache(*paths: Path) -> None:
 
 def _files_of(path: Path) -> list[Path]:
     return [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+
+
+def _of_daemon(sample: Sample) -> str:
+    if not sample.daemon_mib:
+        return ""
+    return f"; daemon {sample.daemon_seconds:.2f} s of processor, {sample.daemon_mib:.0f} MiB"
 
 
 def _median_seconds(samples: Sequence[Sample]) -> float:

@@ -28,6 +28,8 @@ _PICTURE: Final = _DOCS / "benchmarks.png"
 
 _TITLES: Final = {
     "mount_reads": "A file on the mount",
+    "mount_peers": "The mount beside rclone and s3fs",
+    "mount_memory": "The memory of a mount",
     "loader": "The loader",
     "checkpoints": "Checkpoints",
     "takeover": "The death of a daemon",
@@ -46,8 +48,10 @@ Written by `benchmarks/run.py` from `benchmarks/results.json`; don't edit it by 
 ratio says **how many times as fast the first side is**: 1.00 is equal, more is faster. Given is the
 median of the rounds, with the smallest and the largest. "Here" has both sides in units, the first
 side first; it is for orientation only, since another machine gives other numbers. Memory is the
-peak above what a process held when the clock began; a mount's daemon is counted whole. Where the
-page cache is "cold", the kernel was told to drop the pages of these files before the round.
+peak above what a process held when the clock began; a mount's daemon is counted whole, and the
+seconds after it are the processor time it took in its best round, all its threads together. Where
+the page cache is "cold", the kernel was told to drop the pages of these files before the round, and
+those of the mount's own cache. Lines about memory say how many times as much the limit is.
 
 ![The ratios as bars](benchmarks.png)
 """
@@ -60,6 +64,19 @@ shall cost as little as it can, so that the ratios show what our side costs. Ser
 program share the cores, so a mount competes with the store that it reads from. A file that is read
 "with nothing cached" is one that this mount has never seen. Each program runs in a fresh process,
 imports left out, and checks what it reads. What moves one file has spoken to its store before.
+
+The table beside rclone and s3fs has all mounts on one S3 server (versitygw, a directory served as a
+bucket), mounted at the same time, with caches of their own on one disk; a peer that is not
+installed is left out (`apt install rclone s3fs`). Latency comes from a relay before that server,
+which holds each request back. rclone is there twice: with `--vfs-cache-mode full` and nothing else,
+where names are believed for five minutes, and tuned as its documentation says for data that nobody
+changes: `--vfs-read-ahead 128Mi --vfs-read-chunk-size 32Mi --max-read-ahead 1Mi --no-modtime
+--vfs-fast-fingerprint --no-checksum --dir-cache-time 1h --attr-timeout 1m`. s3fs has `use_cache`,
+`kernel_cache`, `enable_noobj_cache`, eight requests at once and a cache of names for all files; it
+believes names for fifteen minutes. Our mount is there twice too: as it is by default, where every
+open asks the store for the file's version, and with `--metadata-timeout 3600 --open-timeout 3600`,
+which is the one that promises no more than the peers do. rclone's `close` returns before anything
+is uploaded, so it has no line for written files.
 
 ## Where the time goes when a ratio is low
 

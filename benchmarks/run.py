@@ -26,6 +26,8 @@ from topics import Setting
 
 TOPICS: Final = (
     "mount_reads",
+    "mount_peers",
+    "mount_memory",
     "loader",
     "checkpoints",
     "takeover",
@@ -40,6 +42,8 @@ TOPICS: Final = (
 def main() -> int:
     options = _parser().parse_args()
     signal.signal(signal.SIGTERM, _leave)
+    # The S3 server is started as for the tests.
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
     folder = Path(tempfile.mkdtemp(prefix="trainmount-benchmarks-", dir=options.folder))
     try:
         for name in options.only or TOPICS:

@@ -23,6 +23,7 @@ class Setting:
 
     read_mib: int = 512
     write_mib: int = 256
+    long_write_mib: int = 1024
     checkpoint_mib: int = 512
 
     num_files: int = 2000
@@ -31,6 +32,12 @@ class Setting:
 
     num_small_files: int = 10_000
     """Of 10 kB, a hundred in a directory: where each request counts."""
+
+    open_file_mib: int = 16
+    """Of each of the 200 files that are read at once."""
+
+    num_listed: int = 100_000
+    """Entries of the long directory."""
 
     latency_ms: float = 20.0
     """Of a store that is not on this machine; 20 ms is an object store in the same region."""
@@ -48,9 +55,12 @@ class Setting:
             repeats=2,
             read_mib=64,
             write_mib=32,
+            long_write_mib=64,
             checkpoint_mib=64,
             num_files=200,
             num_small_files=1000,
+            open_file_mib=2,
+            num_listed=5000,
         )
 
 

@@ -92,10 +92,12 @@ def binary() -> Path:
 
 
 @contextmanager
-def running_s3_server() -> Iterator[S3Server]:
-    """Starts one with an empty bucket on a port of its own; stops it and removes its files."""
+def running_s3_server(parent: Path | None = None) -> Iterator[S3Server]:
+    """Starts one with an empty bucket on a port of its own; stops it and removes its files, which
+    are below `parent`, or where temporary files are.
+    """
     executable = binary()
-    directory = Path(tempfile.mkdtemp(prefix="trainmount-s3-"))
+    directory = Path(tempfile.mkdtemp(prefix="trainmount-s3-", dir=parent))
     (directory / "root" / BUCKET).mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,0 +1,234 @@
+"""The programs that a mount is compared with, and the S3 server that all of them mount.
+
+rclone (MIT) and s3fs (GPL-2.0) are run as the distribution has them, `apt install rclone s3fs`;
+nothing of theirs is part of this project. versitygw (Apache-2.0) is built from its Go module, as
+for the tests. What is not installed is left out. Called by `mount_peers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from measure import Sample, Timing, say
+from places import Mount, end_process, mounted, sample_with, wait_until
+from tests.external.s3_server import BUCKET, running_s3_server
+
+from trainmount_fuse.session.mounting import find_mount, unmount
+
+__all__ = [
+    "BUCKET_URL",
+    "S3FS",
+    "AnyMount",
+    "Bucket",
+    "Peer",
+    "PeerMount",
+    "delaying",
+    "mounted_side_by_side",
+    "serving_bucket",
+    "tag_object",
+]
+
+BUCKET_URL: Final = f"s3://{BUCKET}"
+
+_DELAY: Final = Path(__file__).with_name("delay.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """A running S3 server and the directory that it serves as the bucket of `BUCKET_URL`."""
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+    directory: Path
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What the client, the mount and the peers find the server by."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "RCLONE_S3_PROVIDER": "Other",
+            "RCLONE_S3_ENV_AUTH": "true",
+            "RCLONE_S3_REGION": "us-east-1",
+            "RCLONE_S3_ENDPOINT": self.endpoint,
+            # None of a configuration that this machine may have.
+            "RCLONE_CONFIG": "/dev/null",
+        }
+
+
+@contextmanager
+def serving_bucket(folder: Path) -> Iterator[Bucket]:
+    """An S3 server of its own process with an empty bucket below `folder`."""
+    folder.mkdir(parents=True)
+    with running_s3_server(folder) as server:
+        yield Bucket(
+            endpoint=server.endpoint,
+            access_key=server.access_key,
+            secret_key=server.secret_key,
+            directory=server.directory / BUCKET,
+        )
+
+
+@contextmanager
+def delaying(bucket: Bucket, milliseconds: float, folder: Path) -> Iterator[Bucket]:
+    """The same bucket at an endpoint where every request takes so much longer to arrive."""
+    folder.mkdir(parents=True)
+    ready, log = folder / "ready", folder / "log"
+    command = [sys.executable, str(_DELAY), bucket.endpoint.removeprefix("http://")]
+    with log.open("wb") as output:
+        relay = subprocess.Popen(
+            [*command, str(milliseconds), str(ready)], stdout=output, stderr=output
+        )
+    try:
+        wait_until(ready.exists, relay, log, "the relay")
+        yield replace(bucket, endpoint=f"http://{ready.read_text()}")
+    finally:
+        end_process(relay)
+
+
+def tag_object(path: Path) -> None:
+    """Let the server know a file that was put into its directory as an object with an ETag; hard
+    links share it.
+    """
+    digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    os.setxattr(path, "user.etag", digest.encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A program that mounts a bucket, with options."""
+
+    name: str
+    program: str
+    command: Callable[[Bucket, Path, Path], Sequence[str]]
+    """Of the bucket, the mountpoint and the directory of its cache; stays in the foreground."""
+
+
+def _rclone(*options: str) -> Callable[[Bucket, Path, Path], Sequence[str]]:
+    def command(_bucket: Bucket, path: Path, cache: Path) -> Sequence[str]:
+        mount = ("rclone", "mount", f":s3:{BUCKET}", str(path), "--cache-dir", str(cache))
+        return [*mount, "--vfs-cache-mode", "full", *options]
+
+    return command
+
+
+def _s3fs(bucket: Bucket, path: Path, cache: Path) -> Sequence[str]:
+    options = (
+        f"url={bucket.endpoint}",
+        "use_path_request_style",
+        f"use_cache={cache}",
+        # Objects that others wrote have no mode.
+        "complement_stat",
+        # Page cache across opens, and a name that was not there is believed for as long as others.
+        "kernel_cache",
+        "enable_noobj_cache",
+        "parallel_count=8",
+        "multipart_size=10",
+        "multireq_max=20",
+        "max_stat_cache_size=200000",
+    )
+    return ["s3fs", BUCKET, str(path), "-f", *(f"-o{option}" for option in options)]
+
+
+RCLONE: Final = Peer(
+    name="rclone mount, `--vfs-cache-mode full`", program="rclone", command=_rclone()
+)
+"""Nothing else said: names are believed for five minutes."""
+
+RCLONE_TUNED: Final = Peer(
+    name="rclone mount, tuned",
+    program="rclone",
+    command=_rclone(
+        # "It is recommended that --buffer-size is not set too large and --vfs-read-ahead is set
+        # large if required."
+        "--vfs-read-ahead=128Mi",
+        "--vfs-read-chunk-size=32Mi",
+        "--max-read-ahead=1Mi",
+        # On S3 the time of a file is one more request, and so is each look for a newer version.
+        "--no-modtime",
+        "--vfs-fast-fingerprint",
+        "--no-checksum",
+        "--dir-cache-time=1h",
+        "--attr-timeout=1m",
+        "--transfers=8",
+    ),
+)
+"""What its documentation offers for data that nobody changes."""
+
+S3FS: Final = Peer(name="s3fs, `use_cache`", program="s3fs", command=_s3fs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerMount:
+    """A peer's mount, as far as `places.Mount` is measured."""
+
+    path: Path
+    cache: Path
+    daemon_pid: int
+
+    def sample(self, measure: Callable[[], Timing]) -> Sample:
+        """Run something on this mount; with the daemon's peak memory and processor time."""
+        return sample_with(self.daemon_pid, measure)
+
+
+AnyMount = Mount | PeerMount
+
+
+@contextmanager
+def mounted_side_by_side(
+    bucket: Bucket, folder: Path, ours: Mapping[str, Sequence[str]]
+) -> Iterator[dict[str, AnyMount]]:
+    """Our mounts, each with its options, and those of the peers that this machine has; by name,
+    ours first.
+    """
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        mounts: dict[str, AnyMount] = {}
+        for number, (name, options) in enumerate(ours.items()):
+            place = folder / f"ours-{number}"
+            mounts[name] = enter(mounted(bucket, place, options, source=BUCKET_URL))
+        for number, peer in enumerate((RCLONE, RCLONE_TUNED, S3FS)):
+            if shutil.which(peer.program) is None:
+                say(f"{peer.program} is left out; on Debian: apt install {peer.program}")
+                continue
+            mounts[peer.name] = enter(_mounted_peer(peer, bucket, folder / f"peer-{number}"))
+        yield mounts
+
+
+@contextmanager
+def _mounted_peer(peer: Peer, bucket: Bucket, folder: Path) -> Iterator[PeerMount]:
+    """The bucket, mounted by a peer at `folder`/mnt with an empty cache."""
+    path, cache, log = folder / "mnt", folder / "cache", folder / "log"
+    path.mkdir(parents=True)
+    cache.mkdir()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            peer.command(bucket, path, cache),
+            stdout=output,
+            stderr=output,
+            env={**_without_ca_bundle(os.environ), **bucket.environment},
+        )
+    try:
+        wait_until(lambda: find_mount(path) is not None, process, log, peer.name)
+        yield PeerMount(path=path, cache=cache, daemon_pid=process.pid)
+    finally:
+        end_process(process)
+        while find_mount(path) is not None:
+            unmount(path, lazy=True)
+
+
+def _without_ca_bundle(environment: Mapping[str, str]) -> dict[str, str]:
+    """rclone does not start with it, and the bucket here is asked without TLS."""
+    return {name: value for name, value in environment.items() if name != "AWS_CA_BUNDLE"}
