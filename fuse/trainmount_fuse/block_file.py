@@ -38,8 +38,10 @@ class HeldRange:
         "file",
         "first",
         "has_claim",
+        "is_ahead",
         "is_dropped",
         "is_let_go",
+        "is_touched",
         "is_writing",
         "last",
         "num_pins",
@@ -54,14 +56,18 @@ class HeldRange:
         self.last = last
         self.buffer = buffer
         self.num_unread_bytes = file.offset_of(last) + file.length_of(last) - file.offset_of(first)
-        """What no reader has taken yet. From 0 on, losing the bytes costs nobody a second fetch
-        now.
-        """
+        """What no reader has taken yet."""
 
         self.num_pins = 0
         """Who looks at the bytes without the lock: the buffer is not used again meanwhile."""
 
         self.is_let_go = False
+        self.is_ahead = False
+        """Nobody asked for the bytes yet when they were fetched."""
+
+        self.is_touched = False
+        """A reader took some."""
+
         self.has_claim = False
         self.is_writing = False
         self.is_dropped = False
@@ -69,6 +75,11 @@ class HeldRange:
         """Whose blocks are published while `is_writing`; `file` may change meanwhile."""
 
         self.written_at = 0.0
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Losing the bytes costs nobody a second fetch now."""
+        return self.num_unread_bytes <= 0 or (self.is_touched and not self.is_ahead)
 
     def view(self, index: int) -> memoryview:
         """The bytes of a block."""

@@ -405,6 +405,7 @@ class BlockCache:
         return is_right
 
     def _was_read(self, held: HeldRange, num_bytes: int) -> None:
+        held.is_touched = True
         held.num_unread_bytes -= num_bytes
         if held.num_unread_bytes <= 0:
             self._held.was_read(held)

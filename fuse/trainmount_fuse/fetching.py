@@ -23,8 +23,12 @@ can read it: its offset in the file and its bytes, which are valid during the ca
 for readers of these blocks. Must not raise.
 """
 
-_CLAIM_SECONDS: Final = 5.0
-"""How long a range that another mount is fetching is waited for."""
+_CLAIM_SECONDS: Final = 0.5
+"""How long a range that another mount is fetching is waited for.
+
+A process that was killed keeps its claims for as long as the kernel holds one of its threads, and a
+program may wait for the range.
+"""
 
 _CLAIM_POLL_SECONDS: Final = 0.005
 
@@ -95,7 +99,7 @@ class Fetching:
     ) -> list[int]:
         """Fetch blocks without a gap, but for those that another mount has brought meanwhile."""
         # Memory before the claim: nobody waits for somebody who waits for memory.
-        held = self._held.take(file, run[0], run[-1], can_wait=is_ahead)
+        held = self._held.take(file, run[0], run[-1], is_ahead=is_ahead)
         try:
             held.has_claim = self._claim(file, run)
             left = [index for index in run if not file.has(index, index)]

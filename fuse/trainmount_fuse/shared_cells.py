@@ -29,13 +29,15 @@ import xxhash
 from trainmount_fuse.cache_table import BlockKey, CacheTable, CellState, Geometry, Place
 from trainmount_fuse.range_locks import RangeLocks
 
-__all__ = ["SharedCells"]
+__all__ = ["MUTEX", "SharedCells"]
 
 log = logging.getLogger(__name__)
 
 # Ranges of locks, where no byte of the file will ever be.
-_MUTEX: Final = 1 << 62
-_MEMBERS: Final = _MUTEX + 1
+MUTEX: Final = 1 << 62
+"""Whoever changes the table holds this byte."""
+
+_MEMBERS: Final = MUTEX + 1
 _CLAIMS: Final = 1 << 61
 _CLAIMED_BLOCKS: Final = 1 << 20
 _CLAIMED_FILES: Final = 1 << 40
@@ -171,6 +173,7 @@ class SharedCells:
             OSError: ENOSPC where none can be had within the bounds.
         """
         with self._mutex():
+            self._shrink()
             cell = self._table.first_in(CellState.EMPTY)
             if cell is None:
                 cell = self._new_cell()
@@ -250,9 +253,7 @@ class SharedCells:
         """
         with self._mutex():
             self._give_back(_MAX_TRIMMED, can_evict=False)
-            excess = self.space_bytes() - self._table.limit_bytes
-            if excess > 0:
-                self._give_back(min(_MAX_TRIMMED, -(-excess // self._cell_bytes)), can_evict=True)
+            self._shrink()
         if _free_bytes(self._fd) < self._floor_bytes:
             with self._mutex():
                 self._give_back(_MAX_TRIMMED, can_evict=True)
@@ -278,14 +279,14 @@ class SharedCells:
         if not self._thread_mutex.acquire(timeout=_MUTEX_SECONDS):
             raise OSError(errno.EBUSY, "the block cache is being changed")
         try:
-            while not self._locks.try_lock(_MUTEX):
+            while not self._locks.try_lock(MUTEX):
                 if time.monotonic() > deadline:
                     raise OSError(errno.EBUSY, "another process is changing the block cache")
                 time.sleep(_MUTEX_POLL_SECONDS)
             try:
                 yield
             finally:
-                self._locks.unlock(_MUTEX)
+                self._locks.unlock(MUTEX)
         finally:
             self._thread_mutex.release()
 
@@ -326,18 +327,27 @@ class SharedCells:
 
     def _oldest_cell(self) -> int | None:
         """The full cell that was used longest ago."""
-        for _attempt in range(3):
+        for is_chosen_now in (False, True):
+            if is_chosen_now:
+                states, uses = self._table.states(), self._table.uses()
+                full = [(uses[i], i) for i, state in enumerate(states) if state == CellState.FULL]
+                # Looking through all for each would cost more than the reading of large caches.
+                self._victims.extend(heapq.nsmallest(max(1, len(full) // 32), full))
             while self._victims:
                 used, cell = self._victims.popleft()
-                # Used or thrown out since it was chosen: then it is not the oldest any more.
-                if self._table.state(cell) == CellState.FULL and self._table.used_at(cell) == used:
+                # Used since it was chosen: then it is not the oldest any more.
+                is_oldest = is_chosen_now or self._table.used_at(cell) == used
+                if self._table.state(cell) == CellState.FULL and is_oldest:
                     self._evicted_bytes += self._table.live_bytes(cell)
                     return cell
-            states, uses = self._table.states(), self._table.uses()
-            full = [(uses[i], i) for i, state in enumerate(states) if state == CellState.FULL]
-            # Looking through all for each would cost more than the reading of large caches.
-            self._victims.extend(heapq.nsmallest(max(1, len(full) // 32), full))
         return None
+
+    def _shrink(self) -> None:
+        """Give back some of what is above the bound: a mount with a larger one has ended."""
+        excess = self.space_bytes() - self._table.limit_bytes
+        if excess > 0:
+            num_cells = min(_MAX_TRIMMED, -(-excess // self._cell_bytes))
+            self._give_back(num_cells, can_evict=True)
 
     def _give_back(self, max_cells: int, *, can_evict: bool) -> int:
         """Make holes of cells; how many. Empty ones go first."""

@@ -32,7 +32,9 @@ _MAX_BATCH: Final = 256
 """Ranges written at once: small files come by the hundred, and one call takes them all."""
 
 _SHARE_OF_MEMORY: Final = 2
-"""At most one part in so many of the mount's memory is held here, so that uploads find theirs."""
+"""Read-ahead has one part in so many of the mount's memory, so that readers and uploads find
+theirs.
+"""
 
 _UNREAD_SECONDS: Final = 2.0
 """How long a range that is on disk stays in memory for a reader that has not come yet."""
@@ -155,23 +157,24 @@ class WriteBehind:
         """Memory of all ranges."""
         return self._held_bytes
 
-    def take(self, file: BlockFile, first: int, last: int, *, can_wait: bool) -> HeldRange:
+    def take(self, file: BlockFile, first: int, last: int, *, is_ahead: bool) -> HeldRange:
         """Memory to fetch blocks into, for `hold` or `discard`.
 
-        Where the share of the cache is used up, read-ahead (`can_wait`) waits for the disk; a
-        reader gets memory all the same as soon as the mount has some, and its range will not be
-        written.
+        Read-ahead (`is_ahead`) has a share of the mount's memory and waits for the disk; a reader
+        waits only where the memory is taken by what nobody could do without.
 
         Raises:
             OSError: ENOSPC after 10 s without room for read-ahead.
         """
         num_bytes = file.offset_of(last) + file.length_of(last) - file.offset_of(first)
         size = self.pool.size_for(num_bytes)
-        if not self._try_take(size, can_wait=can_wait):
+        if not self._try_take(size, is_ahead=is_ahead):
             self._memory.take(size)
             with self._changed:
                 self._held_bytes += size
-        return HeldRange(file, first, last, self.pool.take(num_bytes))
+        held = HeldRange(file, first, last, self.pool.take(num_bytes))
+        held.is_ahead = is_ahead
+        return held
 
     def discard(self, held: HeldRange) -> None:
         """The fetch failed."""
@@ -185,7 +188,7 @@ class WriteBehind:
         with self._changed:
             held.num_pins += is_pinned
             self._show(held)
-            if self._cells is None or self._held_bytes > self._max_bytes:
+            if self._cells is None:
                 self._lose(held)
             else:
                 self._queue[held] = None
@@ -252,18 +255,18 @@ class WriteBehind:
         if self._cells is not None:
             self._writer.join()
 
-    def _try_take(self, size: int, *, can_wait: bool) -> bool:
+    def _try_take(self, size: int, *, is_ahead: bool) -> bool:
         start = time.monotonic()
         with self._changed:
             while True:
-                is_within = not self._held_bytes or self._held_bytes + size <= self._max_bytes
-                if is_within and self._memory.try_take(size):
+                is_beyond = self._held_bytes and self._held_bytes + size > self._max_bytes
+                if not (is_ahead and is_beyond) and self._memory.try_take(size):
                     self._held_bytes += size
                     return True
                 waited_seconds = time.monotonic() - start
-                if self._make_room(can_lose=not can_wait or waited_seconds > _PATIENCE_SECONDS):
+                if self._make_room(can_lose=not is_ahead or waited_seconds > _PATIENCE_SECONDS):
                     continue
-                if not can_wait:
+                if not is_ahead:
                     return False
                 if waited_seconds > _ROOM_SECONDS:
                     raise OSError(errno.ENOSPC, "no memory for read-ahead")
@@ -278,7 +281,7 @@ class WriteBehind:
             self._let_go(self._clean.popitem(last=False)[0])
             return True
         for held in self._queue if can_lose else ():
-            if held.num_unread_bytes <= 0:
+            if held.may_be_lost:
                 del self._queue[held]
                 self.dropped_bytes += held.buffer.size_bytes
                 self._let_go(held)
