@@ -362,7 +362,7 @@ async def test_status_tells_what_is_here_and_why(world):
         result = answer.result
         assert result["daemon_pid"] == os.getpid()
         assert (result["num_dirty_files"], result["num_failed_files"]) == (1, 1)
-        assert result["cache"]["limit_bytes"] == node.settings.cache_size_bytes
+        assert result["cache"]["directory"] == str(node.settings.cache_dir)
         assert result["memory"]["limit_bytes"] == node.settings.memory_bytes
         assert result["memory"]["resident_bytes"] > 1 << 20
         assert [(one["path"], one["state"], one["size_bytes"]) for one in answer.files] == [

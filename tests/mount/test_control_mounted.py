@@ -153,7 +153,7 @@ def test_flush_brings_open_files_to_the_store(start_mount, volume):
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"written\n"
         assert not (volume / "open").exists()
-        assert "dirty   open (6 B)" in _plain("status", mount.mountpoint).stdout
+        assert "dirty     open (6 B)" in _plain("status", mount.mountpoint).stdout
         done = _trainmount("flush", mount.mountpoint)
         assert (done.returncode, done.stdout) == (0, "1 file uploaded\n")
         assert (volume / "open").read_bytes() == b"so far"

@@ -17,7 +17,12 @@ from trainmount_files.errors import VolumeError
 from trainmount_files.trees import Report
 from trainmount_fuse.control.eviction import Eviction
 from trainmount_fuse.control.metrics import Snapshot, metrics_text
-from trainmount_fuse.control.mount_status import local_files, mount_status, resident_bytes
+from trainmount_fuse.control.mount_status import (
+    conflicting_files,
+    local_files,
+    mount_status,
+    resident_bytes,
+)
 from trainmount_fuse.control.protocol import ControlError
 from trainmount_fuse.control.refreshing import StaleNames, forget_metadata
 from trainmount_fuse.control.warming import Warming
@@ -81,26 +86,27 @@ class Commands:
     async def metrics(self) -> str:
         """The mount's numbers in Prometheus' text format."""
         core = self._filesystem.core
-        files = await core.workers.call(local_files, core)
+        writing = await core.workers.call(core.staging.statistics)
         return metrics_text(
             Snapshot(
                 source=core.settings.source,
                 start_time_seconds=self._start_time_seconds,
                 resident_bytes=resident_bytes(),
                 num_open_inodes=len(core.handles.open_inos()),
-                num_hidden_names=core.metadata.num_hidden,
                 requests=self._requests.statistics(),
+                metadata=core.metadata.statistics(),
                 cache=core.blocks.statistics(),
-                cache_limit_bytes=core.settings.cache_size_bytes,
+                prefetch=core.prefetcher.statistics(),
                 memory=core.memory.statistics(),
-                files=files,
+                writing=writing,
             )
         )
 
     async def _status(self, _patterns: Sequence[str], tell: Tell) -> dict[str, Any]:
         core = self._filesystem.core
         files = await core.workers.call(local_files, core)
-        for one in files:
+        conflicts = await core.workers.call(conflicting_files, core)
+        for one in [*files, *conflicts]:
             await tell({"file": asdict(one)})
         return mount_status(core, files, self._started_at)
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from trainmount_fuse.blocks import CacheStatistics
-from trainmount_fuse.control.mount_status import LocalFile
 from trainmount_fuse.memory import MemoryStatistics
+from trainmount_fuse.metadata import MetadataStatistics
+from trainmount_fuse.prefetch import PrefetchStatistics
 from trainmount_fuse.request_counts import BOUNDS_SECONDS, OperationCounts, RequestStatistics
+from trainmount_fuse.staging import WritingStatistics
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "Snapshot", "metrics_table", "metrics_text"]
 
@@ -32,12 +34,12 @@ class Snapshot:
 
     resident_bytes: int
     num_open_inodes: int
-    num_hidden_names: int
     requests: RequestStatistics
+    metadata: MetadataStatistics
     cache: CacheStatistics
-    cache_limit_bytes: int
+    prefetch: PrefetchStatistics
     memory: MemoryStatistics
-    files: list[LocalFile]
+    writing: WritingStatistics
 
 
 _Labels = Mapping[str, str]
@@ -66,13 +68,31 @@ def _errors(snapshot: Snapshot) -> _Samples:
 
 
 def _local_files(snapshot: Snapshot) -> _Samples:
-    for state in ("dirty", "failed"):
-        yield {"state": state}, sum(one.state == state for one in snapshot.files)
+    yield {"state": "dirty"}, snapshot.writing.num_dirty_files
+    yield {"state": "failed"}, snapshot.writing.num_failed_files
 
 
 def _local_bytes(snapshot: Snapshot) -> _Samples:
-    for state in ("dirty", "failed"):
-        yield {"state": state}, sum(one.size_bytes for one in snapshot.files if one.state == state)
+    yield {"state": "dirty"}, snapshot.writing.dirty_bytes
+    yield {"state": "failed"}, snapshot.writing.failed_bytes
+
+
+def _cache_reads(snapshot: Snapshot) -> _Samples:
+    yield {"result": "hit"}, snapshot.cache.num_hits
+    yield {"result": "miss"}, snapshot.cache.num_misses
+
+
+def _name_lookups(snapshot: Snapshot) -> _Samples:
+    metadata = snapshot.metadata
+    yield {"result": "hit"}, metadata.num_hits
+    yield {"result": "negative_hit"}, metadata.num_negative_hits
+    yield {"result": "miss"}, metadata.num_lookups - metadata.num_hits - metadata.num_negative_hits
+
+
+def _row(
+    name: str, kind: Literal["counter", "gauge"], read: Callable[[Snapshot], float], text: str
+) -> Metric:
+    return Metric(f"trainmount_{name}", kind, text, _one(read))
 
 
 METRICS: Final = (
@@ -82,12 +102,19 @@ METRICS: Final = (
         "1; the label says which volume is mounted.",
         lambda snapshot: [({"source": snapshot.source}, 1)],
     ),
-    Metric(
-        "trainmount_start_time_seconds",
+    _row(
+        "start_time_seconds",
         "gauge",
+        lambda snapshot: snapshot.start_time_seconds,
         "When the daemon started, in seconds since the epoch.",
-        _one(lambda snapshot: snapshot.start_time_seconds),
     ),
+    _row(
+        "resident_memory_bytes",
+        "gauge",
+        lambda snapshot: snapshot.resident_bytes,
+        "Memory of the daemon as the kernel counts it (RSS).",
+    ),
+    # Requests.
     Metric(
         "trainmount_request_duration_seconds",
         "histogram",
@@ -100,84 +127,142 @@ METRICS: Final = (
         "Requests answered with an error, by operation and errno. ENOENT and ENODATA are everyday.",
         _errors,
     ),
-    Metric(
-        "trainmount_requests_in_progress",
+    _row(
+        "requests_in_progress",
         "gauge",
+        lambda snapshot: snapshot.requests.num_in_progress,
         "Requests that are being answered.",
-        _one(lambda snapshot: snapshot.requests.num_in_progress),
     ),
-    Metric(
-        "trainmount_cache_bytes",
+    _row(
+        "open_inodes",
         "gauge",
-        "Blocks on disk.",
-        _one(lambda snapshot: snapshot.cache.cached_bytes),
-    ),
-    Metric(
-        "trainmount_cache_limit_bytes",
-        "gauge",
-        "Upper bound of the blocks on disk (--cache-size).",
-        _one(lambda snapshot: snapshot.cache_limit_bytes),
-    ),
-    Metric(
-        "trainmount_cache_fetched_bytes_total",
-        "counter",
-        "Bytes that the store sent into the cache.",
-        _one(lambda snapshot: snapshot.cache.fetched_bytes),
-    ),
-    Metric(
-        "trainmount_cache_evicted_bytes_total",
-        "counter",
-        "Bytes that were thrown out of the cache.",
-        _one(lambda snapshot: snapshot.cache.evicted_bytes),
-    ),
-    Metric(
-        "trainmount_cache_bad_blocks_total",
-        "counter",
-        "Blocks whose bytes on disk were not what had been written; each was fetched again.",
-        _one(lambda snapshot: snapshot.cache.num_bad_blocks),
-    ),
-    Metric(
-        "trainmount_memory_bytes",
-        "gauge",
-        "Memory for bytes on their way that is taken.",
-        _one(lambda snapshot: snapshot.memory.used_bytes),
-    ),
-    Metric(
-        "trainmount_memory_peak_bytes",
-        "gauge",
-        "The most that was taken at once.",
-        _one(lambda snapshot: snapshot.memory.peak_bytes),
-    ),
-    Metric(
-        "trainmount_memory_limit_bytes",
-        "gauge",
-        "Upper bound of it (--memory).",
-        _one(lambda snapshot: snapshot.memory.limit_bytes),
-    ),
-    Metric(
-        "trainmount_memory_waits_total",
-        "counter",
-        "Transfers that had to wait for memory.",
-        _one(lambda snapshot: snapshot.memory.num_waits),
-    ),
-    Metric(
-        "trainmount_resident_memory_bytes",
-        "gauge",
-        "Memory of the daemon as the kernel counts it (RSS).",
-        _one(lambda snapshot: snapshot.resident_bytes),
-    ),
-    Metric(
-        "trainmount_open_inodes",
-        "gauge",
+        lambda snapshot: snapshot.num_open_inodes,
         "Files and directories that programs have open.",
-        _one(lambda snapshot: snapshot.num_open_inodes),
     ),
+    # Names.
     Metric(
-        "trainmount_hidden_names",
-        "gauge",
-        "Names in the volume that no file system can show.",
-        _one(lambda snapshot: snapshot.num_hidden_names),
+        "trainmount_name_lookups_total",
+        "counter",
+        "Names that were asked for; a hit is answered by what is known, as there or as not there.",
+        _name_lookups,
     ),
+    _row(
+        "store_stats_total",
+        "counter",
+        lambda snapshot: snapshot.metadata.num_stats,
+        "Single names that the store was asked for.",
+    ),
+    _row(
+        "store_list_pages_total",
+        "counter",
+        lambda snapshot: snapshot.metadata.num_pages,
+        "Pages of directories that the store was asked for.",
+    ),
+    _row(
+        "hidden_names",
+        "gauge",
+        lambda snapshot: snapshot.metadata.num_hidden,
+        "Names in the volume that no file system can show.",
+    ),
+    # Reading.
+    Metric(
+        "trainmount_cache_reads_total",
+        "counter",
+        "Reads of the block cache; a hit needed nothing from the store.",
+        _cache_reads,
+    ),
+    _row(
+        "cache_bytes",
+        "gauge",
+        lambda snapshot: snapshot.cache.cached_bytes,
+        "Blocks on disk, of all mounts that share the directory.",
+    ),
+    _row(
+        "cache_space_bytes",
+        "gauge",
+        lambda snapshot: snapshot.cache.space_bytes,
+        "Space that they take.",
+    ),
+    _row(
+        "cache_limit_bytes",
+        "gauge",
+        lambda snapshot: snapshot.cache.limit_bytes,
+        "Upper bound of that space (--cache-size).",
+    ),
+    _row(
+        "cache_fetched_bytes_total",
+        "counter",
+        lambda snapshot: snapshot.cache.fetched_bytes,
+        "Bytes that the store sent into the cache.",
+    ),
+    _row(
+        "cache_evicted_bytes_total",
+        "counter",
+        lambda snapshot: snapshot.cache.evicted_bytes,
+        "Bytes that this mount threw out of the cache.",
+    ),
+    _row(
+        "cache_dropped_bytes_total",
+        "counter",
+        lambda snapshot: snapshot.cache.dropped_bytes,
+        "Bytes fetched and not kept, since the disk was too slow, too full or broken.",
+    ),
+    _row(
+        "cache_bad_blocks_total",
+        "counter",
+        lambda snapshot: snapshot.cache.num_bad_blocks,
+        "Blocks whose bytes on disk were not what had been written; each was fetched again.",
+    ),
+    _row(
+        "prefetched_bytes_total",
+        "counter",
+        lambda snapshot: snapshot.prefetch.prefetched_bytes,
+        "Bytes asked for ahead of any read.",
+    ),
+    _row(
+        "prefetch_used_bytes_total",
+        "counter",
+        lambda snapshot: snapshot.prefetch.used_bytes,
+        "Of those, the ranges that a read reached.",
+    ),
+    _row(
+        "prefetch_wasted_bytes_total",
+        "counter",
+        lambda snapshot: snapshot.prefetch.wasted_bytes,
+        "Of those, the ranges that no read had reached when their file was closed.",
+    ),
+    _row(
+        "pushed_bytes_total",
+        "counter",
+        lambda snapshot: snapshot.prefetch.pushed_bytes,
+        "Bytes put into the kernel's pages ahead of any read.",
+    ),
+    # Memory.
+    _row(
+        "memory_bytes",
+        "gauge",
+        lambda snapshot: snapshot.memory.used_bytes,
+        "Memory for bytes on their way that is taken.",
+    ),
+    _row(
+        "memory_peak_bytes",
+        "gauge",
+        lambda snapshot: snapshot.memory.peak_bytes,
+        "The most that was taken at once.",
+    ),
+    _row(
+        "memory_limit_bytes",
+        "gauge",
+        lambda snapshot: snapshot.memory.limit_bytes,
+        "Upper bound of it (--memory).",
+    ),
+    _row(
+        "memory_waits_total",
+        "counter",
+        lambda snapshot: snapshot.memory.num_waits,
+        "Transfers that had to wait for memory.",
+    ),
+    # Writing.
     Metric(
         "trainmount_local_files",
         "gauge",
@@ -186,6 +271,36 @@ METRICS: Final = (
         _local_files,
     ),
     Metric("trainmount_local_bytes", "gauge", "The bytes of these files.", _local_bytes),
+    _row(
+        "uploads_total",
+        "counter",
+        lambda snapshot: snapshot.writing.num_uploads,
+        "Uploads that ended well.",
+    ),
+    _row(
+        "upload_errors_total",
+        "counter",
+        lambda snapshot: snapshot.writing.num_upload_errors,
+        "Uploads that failed.",
+    ),
+    _row(
+        "uploaded_bytes_total",
+        "counter",
+        lambda snapshot: snapshot.writing.uploaded_bytes,
+        "Bytes of uploads that ended well.",
+    ),
+    _row(
+        "streamed_bytes_total",
+        "counter",
+        lambda snapshot: snapshot.writing.streamed_bytes,
+        "Bytes sent while their files were still being written.",
+    ),
+    _row(
+        "conflicts_total",
+        "counter",
+        lambda snapshot: snapshot.writing.num_conflicts,
+        "Files put beside a later version of the store.",
+    ),
 )
 
 

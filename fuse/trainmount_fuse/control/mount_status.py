@@ -12,7 +12,7 @@ from trainmount_fuse.core import Core
 from trainmount_fuse.journal import StagedState
 from trainmount_fuse.staged_file import StagedFile
 
-__all__ = ["LocalFile", "local_files", "mount_status", "resident_bytes"]
+__all__ = ["LocalFile", "conflicting_files", "local_files", "mount_status", "resident_bytes"]
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -26,15 +26,17 @@ class LocalFile:
 
     state: str
     """`dirty`: an upload is still to come. `failed`: the last close reported an error, and the
-    bytes are kept until an upload of them succeeds."""
+    bytes are kept until an upload of them succeeds. `conflict`: the store had a later version, and
+    the bytes were put beside it."""
 
-    size_bytes: int
+    size_bytes: int | None
+    """None where only the store knows."""
 
     reason: str
     """Why the last upload failed; empty where none did."""
 
     local_path: str
-    """Where the bytes are."""
+    """Where the bytes are; of a conflict, in the volume."""
 
 
 def local_files(core: Core) -> list[LocalFile]:
@@ -43,6 +45,15 @@ def local_files(core: Core) -> list[LocalFile]:
     staged = [one for one in dirty if one is not None and one.state is StagedState.DIRTY]
     found = [_local_file(one) for one in [*staged, *core.staging.failed()]]
     return sorted(found, key=lambda one: one.path)
+
+
+def conflicting_files(core: Core) -> list[LocalFile]:
+    """The last files that were put beside a later version, oldest first. Waits for the disk."""
+    reason = "a later version was in the store"
+    return [
+        LocalFile(one.path, "conflict", None, reason, one.kept_path)
+        for one in core.staging.conflicts()
+    ]
 
 
 def _local_file(staged: StagedFile) -> LocalFile:
@@ -64,11 +75,7 @@ def mount_status(core: Core, files: list[LocalFile], started_at: float) -> dict[
         "daemon_pid": os.getpid(),
         "daemon_uptime_seconds": round(time.monotonic() - started_at, 1),
         "read_only": settings.read_only,
-        "cache": {
-            **asdict(core.blocks.statistics()),
-            "limit_bytes": settings.cache_size_bytes,
-            "directory": str(settings.cache_dir),
-        },
+        "cache": {**asdict(core.blocks.statistics()), "directory": str(settings.cache_dir)},
         "memory": {**asdict(memory), "resident_bytes": resident_bytes()},
         "state_directory": str(settings.state_dir),
         "num_open_inodes": len(core.handles.open_inos()),

@@ -44,9 +44,10 @@ def status_lines(status: Mapping[str, Any]) -> Iterator[str]:
         yield _row("hidden", f"{status['num_hidden_names']:,} names that no file system can show")
     yield _row("files", _files_text(status))
     for one in status["files"]:
-        yield f"  {one['state']:<8}{printable(one['path'])} ({size_text(one['size_bytes'])})"
+        size = "" if one["size_bytes"] is None else f" ({size_text(one['size_bytes'])})"
+        yield f"  {one['state']:<10}{printable(one['path'])}{size}"
         if one["reason"]:
-            yield f"          {one['reason']}; its bytes are in {one['local_path']}"
+            yield f"            {one['reason']}; its bytes are in {one['local_path']}"
 
 
 def warm_lines(answer: Answer) -> Iterator[str]:
@@ -108,7 +109,7 @@ def printable(name: str) -> str:
 
 
 def _row(title: str, text: str) -> str:
-    return f"  {title:<8}{text}"
+    return f"  {title:<10}{text}"
 
 
 def _of(used: int, limit: int) -> str:
