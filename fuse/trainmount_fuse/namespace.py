@@ -17,8 +17,8 @@ from functools import partial
 from typing import Final
 
 from trainmount_files.errors import NotFound, Unsupported, VolumeError
-from trainmount_files.volume import FileStat
-from trainmount_fuse.attributes import Attributes, OpenFile
+from trainmount_files.volume import FileStat, Volume
+from trainmount_fuse.attributes import ROOT_INO, Attributes, OpenFile
 from trainmount_fuse.content import Content
 from trainmount_fuse.core import Core, file_key
 from trainmount_fuse.inodes import Inode, Link
@@ -108,6 +108,7 @@ class Namespace:
             with self._intending("unlink", directory, name, leaving=child):
                 async with child.lock:
                     await self._unlink_file(child)
+                await self._keep(directory)
 
     async def rmdir(self, directory: Inode, name: str) -> None:
         """Raises OSError ENOENT, ENOTDIR, ENOTEMPTY; VolumeError."""
@@ -122,6 +123,10 @@ class Namespace:
                 if child is None:
                     return
             if not child.is_directory:
+                if not core.volume.capabilities.keeps_directories:
+                    # The kernel asks for directories only: this one ended with its last file, and
+                    # the bucket has a file of its name, which shows now.
+                    return
                 raise OSError(errno.ENOTDIR, "not a directory")
             if core.staged_children(child):
                 raise OSError(errno.ENOTEMPTY, "directory not empty")
@@ -129,6 +134,7 @@ class Namespace:
             with self._intending("rmdir", directory, name):
                 await core.workers.call(core.volume.remove_directory, path)
             self._removed(child)
+            await self._keep(directory)
 
     async def rename(
         self, old_parent: Inode, old_name: str, new_parent: Inode, new_name: str, flags: int
@@ -166,6 +172,7 @@ class Namespace:
                         await self._rename_file(
                             source, new_parent, new_name, target, is_repeated=is_repeated
                         )
+                    await self._keep(old_parent)
                 return
         # Uploads below the directory would go to names that are on the move, so all of them wait.
         async with core.tree.exclusive():
@@ -343,6 +350,17 @@ class Namespace:
             inode.stat = moved
             core.inodes.save(inode)
 
+    async def _keep(self, directory: Inode) -> None:
+        """A name in the directory went away: the directory stays, also in a bucket, where one that
+        nobody made ends with its last file.
+        """
+        core = self._core
+        if core.volume.capabilities.keeps_directories or directory.ino == ROOT_INO:
+            return
+        if core.metadata.listed(directory.ino)[0]:
+            return
+        await core.workers.call(_keep_directory, core.volume, core.inodes.path_of(directory))
+
     def _removed(self, inode: Inode) -> None:
         core = self._core
         core.metadata.note_absent(inode.parent_ino, inode.name)
@@ -434,3 +452,10 @@ def _check_kinds(source: Inode, target: Inode | None) -> None:
 
 def _joined(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
+
+
+def _keep_directory(volume: Volume, path: str) -> None:
+    try:
+        volume.stat(path)
+    except NotFound:
+        volume.make_directory(path)

@@ -55,9 +55,11 @@ class FakeS3:
         if "uploads" in query or "uploadId" in query:
             return self.upload(request, key, query)
         if "delete" in query:
-            for name in re.findall(r"<Key>([^<]*)</Key>", request.body.decode()):
+            names = re.findall(r"<Key>([^<]*)</Key>", request.body.decode())
+            for name in names:
                 self.objects.pop(unescape(name), None)
-            return Scripted(body=b"<DeleteResult></DeleteResult>")
+            deleted = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+            return Scripted(body=f"<DeleteResult>{deleted}</DeleteResult>".encode())
         if request.method == "PUT":
             if request.headers.get("if-none-match") == "*" and key in self.objects:
                 return error(412, "PreconditionFailed")
