@@ -54,6 +54,14 @@ class DaemonSpec:
 
     block_size_bytes: int | None
 
+    memory_bytes: int | None
+
+    metadata_timeout_seconds: float | None
+
+    negative_timeout_seconds: float | None
+
+    open_timeout_seconds: float | None
+
     uid: int
 
     gid: int
@@ -96,6 +104,10 @@ class DaemonSpec:
             identity=credentials.digest,
             cache_size_bytes=context.cache_size_bytes,
             block_size_bytes=context.block_size_bytes,
+            memory_bytes=context.memory_bytes,
+            metadata_timeout_seconds=context.metadata_timeout_seconds,
+            negative_timeout_seconds=context.negative_timeout_seconds,
+            open_timeout_seconds=context.open_timeout_seconds,
             uid=uid or 0,
             gid=gid or 0,
             file_mode=modes[0] if context.file_mode is None else context.file_mode,
@@ -125,10 +137,17 @@ class DaemonSpec:
             "file_mode": self.file_mode,
             "directory_mode": self.directory_mode,
         }
-        if self.cache_size_bytes is not None:
-            values["cache_size_bytes"] = self.cache_size_bytes
-        if self.block_size_bytes is not None:
-            values["block_size_bytes"] = self.block_size_bytes
+        chosen = {
+            "cache_size_bytes": self.cache_size_bytes,
+            "block_size_bytes": self.block_size_bytes,
+            "memory_bytes": self.memory_bytes,
+            "entry_timeout_seconds": self.metadata_timeout_seconds,
+            "attr_timeout_seconds": self.metadata_timeout_seconds,
+            "directory_timeout_seconds": self.metadata_timeout_seconds,
+            "negative_timeout_seconds": self.negative_timeout_seconds,
+            "open_timeout_seconds": self.open_timeout_seconds,
+        }
+        values.update({name: value for name, value in chosen.items() if value is not None})
         try:
             return MountSettings.from_mapping(values)
         except SettingsError as error:

@@ -30,12 +30,29 @@ SOURCE: Final = "source"
 READ_ONLY: Final = "readOnly"
 CACHE_SIZE: Final = "cacheSize"
 BLOCK_SIZE: Final = "blockSize"
+MEMORY: Final = "memory"
+METADATA_TIMEOUT: Final = "metadataTimeout"
+NEGATIVE_TIMEOUT: Final = "negativeTimeout"
+OPEN_TIMEOUT: Final = "openTimeout"
 UID: Final = "uid"
 GID: Final = "gid"
 FILE_MODE: Final = "fileMode"
 DIRECTORY_MODE: Final = "directoryMode"
 
-_OURS: Final = (SOURCE, READ_ONLY, CACHE_SIZE, BLOCK_SIZE, UID, GID, FILE_MODE, DIRECTORY_MODE)
+_OURS: Final = (
+    SOURCE,
+    READ_ONLY,
+    CACHE_SIZE,
+    BLOCK_SIZE,
+    MEMORY,
+    METADATA_TIMEOUT,
+    NEGATIVE_TIMEOUT,
+    OPEN_TIMEOUT,
+    UID,
+    GID,
+    FILE_MODE,
+    DIRECTORY_MODE,
+)
 
 # Added by the kubelet, where the CSIDriver object has podInfoOnMount or tokenRequests.
 POD_NAME: Final = "csi.storage.k8s.io/pod.name"
@@ -107,6 +124,15 @@ class VolumeContext:
 
     block_size_bytes: int | None = None
 
+    memory_bytes: int | None = None
+
+    metadata_timeout_seconds: float | None = None
+    """How long names, sizes and listings are believed."""
+
+    negative_timeout_seconds: float | None = None
+
+    open_timeout_seconds: float | None = None
+
     uid: int | None = None
 
     gid: int | None = None
@@ -131,6 +157,10 @@ class VolumeContext:
             read_only=_boolean(f"{field}.{READ_ONLY}", attributes.get(READ_ONLY, "false")),
             cache_size_bytes=_optional_size(attributes, CACHE_SIZE, field),
             block_size_bytes=_optional_size(attributes, BLOCK_SIZE, field),
+            memory_bytes=_optional_size(attributes, MEMORY, field),
+            metadata_timeout_seconds=_optional_seconds(attributes, METADATA_TIMEOUT, field),
+            negative_timeout_seconds=_optional_seconds(attributes, NEGATIVE_TIMEOUT, field),
+            open_timeout_seconds=_optional_seconds(attributes, OPEN_TIMEOUT, field),
             uid=_optional_id(attributes, UID, field),
             gid=_optional_id(attributes, GID, field),
             file_mode=_optional_mode(attributes, FILE_MODE, field),
@@ -149,6 +179,10 @@ class VolumeContext:
             READ_ONLY: "true" if self.read_only else None,
             CACHE_SIZE: None if self.cache_size_bytes is None else str(self.cache_size_bytes),
             BLOCK_SIZE: None if self.block_size_bytes is None else str(self.block_size_bytes),
+            MEMORY: None if self.memory_bytes is None else str(self.memory_bytes),
+            METADATA_TIMEOUT: _seconds_text(self.metadata_timeout_seconds),
+            NEGATIVE_TIMEOUT: _seconds_text(self.negative_timeout_seconds),
+            OPEN_TIMEOUT: _seconds_text(self.open_timeout_seconds),
             UID: None if self.uid is None else str(self.uid),
             GID: None if self.gid is None else str(self.gid),
             FILE_MODE: None if self.file_mode is None else f"{self.file_mode:04o}",
@@ -223,3 +257,16 @@ def _optional_mode(attributes: Mapping[str, str], key: str, field: str) -> int |
 def _optional_size(attributes: Mapping[str, str], key: str, field: str) -> int | None:
     text = attributes.get(key)
     return None if text is None else parse_quantity(f"{field}.{key}", text)
+
+
+def _optional_seconds(attributes: Mapping[str, str], key: str, field: str) -> float | None:
+    text = attributes.get(key)
+    if text is None:
+        return None
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text.strip()) is None:
+        raise InvalidArgument(f"{field}.{key} must be a number of seconds, got {text!r}")
+    return float(text)
+
+
+def _seconds_text(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds:.10g}"

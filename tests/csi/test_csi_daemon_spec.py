@@ -41,6 +41,24 @@ def test_other_options_need_another_daemon() -> None:
     assert spec(larger).daemon_id != spec().daemon_id
 
 
+def test_memory_and_timeouts_arrive_in_the_settings(tmp_path: Path) -> None:
+    context = VolumeContext(
+        source=CONTEXT.source,
+        memory_bytes=64 << 20,
+        metadata_timeout_seconds=60.0,
+        negative_timeout_seconds=0.0,
+        open_timeout_seconds=5.0,
+    )
+    settings = spec(context).settings(DaemonFolder(tmp_path), "1")
+    assert settings.memory_bytes == 64 << 20
+    assert {
+        settings.entry_timeout_seconds,
+        settings.attr_timeout_seconds,
+        settings.directory_timeout_seconds,
+    } == {60.0}
+    assert (settings.negative_timeout_seconds, settings.open_timeout_seconds) == (0.0, 5.0)
+
+
 def test_the_token_is_in_no_field_and_no_representation() -> None:
     assert "dapi-alice" not in repr(spec())
     assert "dapi-alice" not in repr(ALICE)

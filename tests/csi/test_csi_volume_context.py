@@ -59,6 +59,10 @@ def test_all_attributes_survive_the_way_through_a_persistent_volume() -> None:
             "readOnly": "true",
             "cacheSize": "1Gi",
             "blockSize": "2Mi",
+            "memory": "512Mi",
+            "metadataTimeout": "3600",
+            "negativeTimeout": "0.5",
+            "openTimeout": "0",
             "uid": "1000",
             "gid": "2000",
             "fileMode": "0640",
@@ -71,7 +75,15 @@ def test_all_attributes_survive_the_way_through_a_persistent_volume() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("readOnly", "yes"), ("uid", "root"), ("gid", "4294967295"), ("fileMode", "rw-")],
+    [
+        ("readOnly", "yes"),
+        ("memory", "much"),
+        *(("metadataTimeout", text) for text in ("-1", "nan", "1e3", "")),
+        ("openTimeout", "soon"),
+        ("uid", "root"),
+        ("gid", "4294967295"),
+        ("fileMode", "rw-"),
+    ],
 )
 def test_a_wrong_value_is_refused_with_its_key(key: str, value: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"volumeAttributes\.{key} must be"):
