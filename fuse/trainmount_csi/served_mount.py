@@ -17,6 +17,7 @@ from trainmount_csi.daemon_spec import DaemonFolder, DaemonSpec
 from trainmount_csi.errors import CsiError, FailedPrecondition
 from trainmount_fuse.session.handover import Handover, Keeper
 from trainmount_fuse.session.mounting import (
+    READ_AHEAD_KIB,
     FuseConnection,
     MountError,
     connection_of,
@@ -30,9 +31,6 @@ __all__ = ["ServedMount", "adopt", "clear_mount_path", "mount"]
 logger = logging.getLogger(__name__)
 
 FUSE_DEVICE: Final = Path("/dev/fuse")
-
-READ_AHEAD_KIB: Final = 16 * 1024
-"""Measured: sequential cold reads 283 MB/s at the kernel's 128 KiB, 1.7 GB/s at this."""
 
 
 @dataclass(slots=True)

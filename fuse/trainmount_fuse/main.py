@@ -33,6 +33,7 @@ from trainmount_fuse.options import (
 )
 from trainmount_fuse.session.cli import add_session_commands
 from trainmount_fuse.session.exit_codes import EXIT_CONFIGURATION, EXIT_ENDED, EXIT_FAILED
+from trainmount_fuse.session.mounting import READ_AHEAD_KIB, MountError
 
 __all__ = ["main"]
 
@@ -90,14 +91,13 @@ def _add_mount(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--foreground", action="store_true", help="stay until the mount ends")
     add("--ready-file", type=Path, metavar="FILE", help="gets the process ids once it is mounted")
-    add("--read-ahead-kib", type=kibibytes, default=16 * 1024, metavar="KIB")
+    add("--read-ahead-kib", type=kibibytes, default=READ_AHEAD_KIB, metavar="KIB")
     add("--stop-timeout", type=seconds, default=120.0, metavar="SECONDS")
     add("--notify-fd", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=_mount)
 
 
 def _mount(options: argparse.Namespace) -> int:
-    from trainmount_fuse.session.mounting import MountError
     from trainmount_fuse.settings import SettingsError
 
     try:

@@ -73,7 +73,7 @@ def test_the_reply_asks_for_what_pyfuse3_cannot_and_changes_nothing_else():
     new = improved_reply(old, InitRequest.parse(_request()), KernelLimits(), pages_limit=4096)
     before, after = _fields(old), _fields(new)
     assert after[3] == before[3] | PARALLEL_DIROPS | HANDLE_KILLPRIV_V2
-    assert after[4:6] == (64, 48)
+    assert after[4:6] == (1024, 768)
     assert after[8] == 4096
     assert after[2] >= before[2]
     unchanged = (0, 1, 6, 7, 9, 10, 11)

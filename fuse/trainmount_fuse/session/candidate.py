@@ -3,6 +3,7 @@ the old one serves. `main.py` calls this, upgrade.py started it."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from typing import Any, Final
@@ -37,6 +38,7 @@ def _fault(message: dict[str, Any]) -> str | None:
     """Why this program cannot serve the mount as it is described; None where it can."""
     try:
         # The holder becomes this program too, and then there is no way back.
+        importlib.import_module("trainmount_fuse.session.holder")
         Estate.from_document(message["estate"])
         settings = settings_of(message["configuration"])
         check_folders(settings)

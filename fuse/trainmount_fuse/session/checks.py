@@ -44,7 +44,6 @@ __all__ = [
     "check_volume_aside",
     "lock_folder",
     "told_by_child",
-    "unlock_folder",
 ]
 
 logger = logging.getLogger(__name__)
@@ -185,12 +184,14 @@ def check_places(settings: MountSettings, mountpoint: Path) -> None:
 
 
 def check_folders(settings: MountSettings) -> None:
-    """Raises MountError where the cache or the state cannot be written."""
-    for option, folder in (
-        ("--cache-dir", settings.cache_dir),
-        ("--state-dir", settings.state_dir),
-    ):
+    """Make the folders of the cache and of the state where they are missing.
+
+    Raises MountError where they cannot be written.
+    """
+    folders = {"--cache-dir": settings.cache_dir, "--state-dir": settings.state_dir}
+    for option, folder in folders.items():
         try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".check-") as file:
                 file.write(b"?")
                 file.flush()
@@ -199,28 +200,22 @@ def check_folders(settings: MountSettings) -> None:
                 # It is room for reading, and others may give some back.
                 logger.warning("no room is left for what is written", extra={"folder": str(folder)})
                 continue
-            raise MountError(
-                f"cannot write in {folder}: {(error.strerror or 'failed').lower()}; name another "
-                f"folder ({option})"
-            ) from error
+            raise _unusable(folder, error, option) from error
 
 
-def lock_folder(folder: Path, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> int:
-    """Make a folder of this mount's and hold it; a descriptor for `unlock_folder`.
+def lock_folder(folder: Path) -> int:
+    """Make the folder of a mount's state and hold it until the descriptor is closed.
 
-    Waits that long for a mount that is just ending. Raises MountError where another mount has it.
+    Waits a while for a mount that is just ending. Raises MountError where another mount has it.
     """
     lock = folder.with_name(f"{folder.name}.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise MountError(
-            f"cannot use {folder}: {(error.strerror or 'failed').lower()}; name another folder "
-            "(--cache-dir, --state-dir)"
-        ) from error
+        raise _unusable(folder, error, "--state-dir") from error
     try:
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while not _try_lock(fd):
             if time.monotonic() > deadline or _is_mounted(_owner(fd)):
                 raise MountError(
@@ -236,9 +231,9 @@ def lock_folder(folder: Path, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> 
     return fd
 
 
-def unlock_folder(fd: int) -> None:
-    """Let another mount have the folder."""
-    os.close(fd)
+def _unusable(folder: Path, error: OSError, option: str) -> MountError:
+    reason = (error.strerror or "failed").lower()
+    return MountError(f"cannot use {folder}: {reason}; name another folder ({option})")
 
 
 def told_by_child(function: Callable[[], str | None], timeout_seconds: float) -> str | None:

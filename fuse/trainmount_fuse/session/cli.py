@@ -82,7 +82,8 @@ def _remount(options: argparse.Namespace) -> int:
     from trainmount_fuse.session.registry import find_record
 
     record = find_record(options.mountpoint)
-    if record is None:
+    if record is None or record.uid != os.getuid():
+        # Credentials go to nobody else's process.
         raise CommandError(f"no mount of yours is at {options.mountpoint}; use `trainmount mount`")
     status = ask_holder(record, {"want": "status"})
     settings = changed_settings(options, status["settings"])

@@ -27,7 +27,6 @@ from trainmount_fuse.session.checks import (
     check_places,
     check_volume_aside,
     lock_folder,
-    unlock_folder,
 )
 from trainmount_fuse.session.commands import CommandSocket, give_answer
 from trainmount_fuse.session.daemon import settings_of
@@ -35,6 +34,7 @@ from trainmount_fuse.session.dead_mounts import remove_dead_mount
 from trainmount_fuse.session.endings import Ending
 from trainmount_fuse.session.handover import Handover
 from trainmount_fuse.session.mounting import (
+    READ_AHEAD_KIB,
     FuseConnection,
     MountError,
     abort,
@@ -80,9 +80,8 @@ class HolderOptions:
     """Gets `{"holder_pid", "daemon_pid", ...}` whenever a daemon answers, in one step; removed at
     the end."""
 
-    read_ahead_kib: int = 16 * 1024
-    """What the kernel reads ahead of a sequential reader; takes effect as root. At 16 MiB a cold
-    sequential read went from 283 MB/s to 1.7 GB/s."""
+    read_ahead_kib: int = READ_AHEAD_KIB
+    """Takes effect as root."""
 
     on_mounted: Callable[[], None] | None = None
     """Called once, when the first daemon answers."""
@@ -112,10 +111,8 @@ def hold(options: HolderOptions) -> int:
     check_device()
     check_volume_aside(settings)
     with ExitStack() as stack:
-        locks: dict[str, int] = {}
-        for folder in (settings.state_dir, settings.cache_dir):
-            locks[str(folder)] = lock_folder(folder)
-            stack.callback(unlock_folder, locks[str(folder)])
+        lock_fd = lock_folder(settings.state_dir)
+        stack.callback(os.close, lock_fd)
         check_folders(settings)
         if remove_dead_mount(options.mountpoint):
             logger.info("removed a dead mount", extra={"mountpoint": str(options.mountpoint)})
@@ -127,10 +124,7 @@ def hold(options: HolderOptions) -> int:
         connection = _mount(options)
         fields = {"by": connection.mounted_by, "death_of_a_daemon_costs": fault or "nothing"}
         logger.info("mounted", extra=fields)
-        holder = _Holder(options, connection, locks, fault)
-        # Locks may change hands while it runs.
-        stack.pop_all()
-        return holder.run()
+        return _Holder(options, connection, lock_fd, fault).run()
 
 
 def resume(estate: Estate, supervisor: SupervisorOptions, log_arguments: Sequence[str]) -> int:
@@ -158,7 +152,7 @@ def resume(estate: Estate, supervisor: SupervisorOptions, log_arguments: Sequenc
         mountpoint=estate.mountpoint,
         mounted_by=estate.mounted_by,
     )
-    holder = _Holder(options, connection, dict(estate.lock_fds), estate.takeover_fault)
+    holder = _Holder(options, connection, estate.lock_fd, estate.takeover_fault)
     return holder.run_on(estate)
 
 
@@ -169,12 +163,12 @@ class _Holder:
         self,
         options: HolderOptions,
         connection: FuseConnection,
-        locks: dict[str, int],
+        lock_fd: int,
         fault: str | None,
     ) -> None:
         self._options = options
         self._connection = connection
-        self._locks = locks
+        self._lock_fd = lock_fd
         self._fault = fault
         self._budget = RestartBudget()
         self._on_mounted = options.on_mounted
@@ -224,8 +218,6 @@ class _Holder:
         else:
             self._give_up()
         unsent = unsent_paths(self._options.settings.state_dir) if ending is Ending.UNSENT else []
-        for fd in self._locks.values():
-            unlock_folder(fd)
         for client in self._waiting:
             give_answer(client, {"result": {"exit_code": ending.exit_code, "unsent": unsent[:20]}})
         return ending.exit_code
@@ -253,6 +245,8 @@ class _Holder:
         try:
             return self._supervisor.run()
         finally:
+            if self._upgrade is not None:
+                self._upgrade.cancel()
             if commands is not None:
                 commands.close()
 
@@ -352,7 +346,7 @@ class _Holder:
         if self._upgrade is not None and not self._upgrade.is_over:
             give_answer(client, {"error": "another remount of this mount is under way"})
             return
-        self._upgrade = Upgrade(self._supervisor, self._locks, request, client)
+        self._upgrade = Upgrade(self._supervisor, request, client)
         self._upgrade.begin(self._estate(client))
 
     def _estate(self, client: socket.socket) -> Estate:
@@ -367,7 +361,7 @@ class _Holder:
             fuse_fd=self._connection.fd,
             daemon_pid=-1 if daemon is None else daemon.pid,
             control_fd=-1 if daemon is None else daemon.control.fileno(),
-            lock_fds=self._locks,
+            lock_fd=self._lock_fd,
             listener_fd=self._registration.listener_fd,
             client_fd=client.fileno(),
             configuration=self._supervisor.handover.configuration,

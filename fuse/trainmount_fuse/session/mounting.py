@@ -26,6 +26,7 @@ from trainmount_fuse.session.fusermount import fusermount_mount, fusermount_unmo
 
 __all__ = [
     "FILESYSTEM_TYPE",
+    "READ_AHEAD_KIB",
     "FuseConnection",
     "MountError",
     "MountPoint",
@@ -52,6 +53,11 @@ CONTROL_FOLDER: Final = Path("/sys/fs/fuse/connections")
 FUSE_DEVICE: Final = Path("/dev/fuse")
 
 MIB: Final = 1 << 20
+
+READ_AHEAD_KIB: Final = 1024
+"""What the kernel reads ahead of a sequential reader, on its own; its default is 128. The daemon
+puts what comes next into the pages of the kernel. With 16 MiB here the kernel asked for what was
+about to be put there: 351 requests instead of 53, a fifth more processor time."""
 
 INIT_BUFFER_BYTES: Final = MIB
 """The kernel refuses to deliver a request into a buffer below 8 KiB."""

@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from trainmount_fuse.session.mounting import FILESYSTEM_TYPE, list_mounts, normalized
@@ -51,6 +51,9 @@ class MountRecord:
 
     state_dir: Path
 
+    uid: int = field(default_factory=os.getuid)
+    """Whose mount it is."""
+
     def is_alive(self) -> bool:
         """A holder listens, even where it is stopped or busy."""
         try:
@@ -63,7 +66,8 @@ class MountRecord:
 
 
 def find_record(path: Path) -> MountRecord | None:
-    """The living mount of this user that `path` lies in; None where there is none.
+    """The living mount that `path` lies in, of this user or, for root, of anybody; None where
+    there is none.
 
     A mount whose name was taken away while copies of it are still used is found by that name.
     """
@@ -84,14 +88,15 @@ def find_record(path: Path) -> MountRecord | None:
 
 
 def list_records() -> list[MountRecord]:
-    """Every living mount of this user; what dead holders left is removed."""
+    """Every living mount of this user, and after them, for root, of the others; what dead holders
+    left is removed."""
     found = []
-    for folder in _folders():
+    for folder, uid in _folders():
         for file in sorted(folder.glob("*.json")):
-            record = _read(file)
+            record = _read(file, uid)
             if record is not None and record.is_alive():
                 found.append(record)
-            else:
+            elif uid == os.getuid():
                 remove_record(file)
     return found
 
@@ -130,8 +135,19 @@ def own_folder() -> Path:
     raise failure or PermissionError(f"{_candidates()[-1]} belongs to another user")
 
 
-def _folders() -> Iterator[Path]:
-    return (folder for folder in _candidates() if _is_ours(folder))
+def _folders() -> Iterator[tuple[Path, int]]:
+    """With the user to whom each belongs."""
+    own = _candidates()
+    for folder in own:
+        if _is_ours(folder):
+            yield folder, os.getuid()
+    if os.getuid() == 0:
+        others = [*Path("/run/user").glob("*/trainmount"), *Path("/tmp").glob("trainmount-*")]  # noqa: S108
+        for folder in others:
+            uid = _owner(folder)
+            # Named after its owner, so that nobody can pretend to be another one.
+            if folder not in own and uid is not None and str(uid) in folder.as_posix():
+                yield folder, uid
 
 
 def _candidates() -> list[Path]:
@@ -143,16 +159,21 @@ def _candidates() -> list[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
+    return _owner(folder) == os.getuid()
+
+
+def _owner(folder: Path) -> int | None:
+    """None where it is no directory."""
     try:
         status = folder.lstat()
     except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        return None
+    return status.st_uid if stat.S_ISDIR(status.st_mode) else None
 
 
-def _read(file: Path) -> MountRecord | None:
+def _read(file: Path, uid: int) -> MountRecord | None:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = {**json.loads(file.read_text(encoding="utf-8")), "uid": uid}
         # A later version may know more of a mount; what is asked here stays.
         known = {one.name: values[one.name] for one in fields(MountRecord)}
     except (OSError, ValueError, KeyError, TypeError):

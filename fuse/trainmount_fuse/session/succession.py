@@ -34,8 +34,8 @@ class Estate:
     fuse_fd: int
     daemon_pid: int
     control_fd: int
-    lock_fds: dict[str, int]
-    """By folder."""
+    lock_fd: int
+    """Of the state directory."""
 
     listener_fd: int
     """Where commands arrive; -1 where there is no such place."""
@@ -81,7 +81,7 @@ class Estate:
 
         Raises OSError; nothing has changed then.
         """
-        fds = [self.fuse_fd, self.control_fd, *self.lock_fds.values()]
+        fds = [self.fuse_fd, self.control_fd, self.lock_fd]
         fds += [fd for fd in (self.listener_fd, self.client_fd) if fd >= 0]
         estate_fd = os.memfd_create("trainmount-estate", 0)
         try:
@@ -103,7 +103,7 @@ class Estate:
         """What the program before this one left. Raises ValueError."""
         with open(estate_fd, encoding="utf-8") as file:
             estate = cls.from_document(json.load(file))
-        for fd in (estate.fuse_fd, estate.control_fd, *estate.lock_fds.values()):
+        for fd in (estate.fuse_fd, estate.control_fd, estate.lock_fd):
             os.set_inheritable(fd, False)
         for fd in (estate.listener_fd, estate.client_fd):
             if fd >= 0:

@@ -192,8 +192,8 @@ class Supervisor:
         self._selector.register(one, selectors.EVENT_READ, callback)
 
     def unwatch(self, one: socket.socket | int) -> None:
-        """Before it is closed; fine where it is not watched."""
-        if one in self._selector.get_map():
+        """Before it is closed; fine where it is not watched, or when all is over."""
+        if one in (self._selector.get_map() or ()):
             self._selector.unregister(one)
 
     def stop(self) -> None:

@@ -11,12 +11,9 @@ import logging
 import os
 import socket
 import time
-from pathlib import Path
 from typing import Any, Final
 
-from trainmount_fuse.session.checks import lock_folder, unlock_folder
 from trainmount_fuse.session.commands import give_answer
-from trainmount_fuse.session.mounting import MountError
 from trainmount_fuse.session.process import DaemonProcess
 from trainmount_fuse.session.succession import Estate
 from trainmount_fuse.session.supervisor import Supervisor
@@ -36,13 +33,10 @@ class Upgrade:
     def __init__(
         self,
         supervisor: Supervisor,
-        locks: dict[str, int],
         request: dict[str, Any],
         client: socket.socket,
     ) -> None:
-        """`locks` are the holder's, by folder; another cache comes in and the old one goes."""
         self._supervisor = supervisor
-        self._locks = locks
         self._settings: dict[str, Any] = request["settings"]
         self.command: list[str] = request["command"]
         """Starts the new code; `candidate` or `holder` and a descriptor are added."""
@@ -51,16 +45,11 @@ class Upgrade:
         self.is_over = False
         self._candidate: DaemonProcess | None = None
         self._ends_at = time.monotonic() + CANDIDATE_TIMEOUT_SECONDS
-        self._new_lock: tuple[str, int] | None = None
 
     def begin(self, estate: Estate) -> None:
         """Start the candidate; `estate` is what its program will have to understand."""
         configuration = {**estate.configuration, "settings": self._settings}
-        self._old_cache = str(estate.configuration["settings"]["cache_dir"])
         try:
-            cache = self._settings["cache_dir"]
-            if cache != self._old_cache:
-                self._new_lock = (cache, lock_folder(Path(cache), timeout_seconds=0.0))
             self._candidate = DaemonProcess.started([*self.command, "candidate"], self.environment)
             message = {
                 "configuration": configuration,
@@ -68,7 +57,7 @@ class Upgrade:
                 "parent_pid": os.getpid(),
             }
             send(self._candidate.control, message)
-        except (MountError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             self._fail(str(error))
             return
         self._configuration = configuration
@@ -78,6 +67,11 @@ class Upgrade:
         """Called every second."""
         if self._candidate is not None and time.monotonic() >= self._ends_at:
             self._fail("the new daemon does not get ready in time")
+
+    def cancel(self) -> None:
+        """The mount ends. Fine where the upgrade is over."""
+        if not self.is_over:
+            self._fail("the mount ends")
 
     def _heed(self) -> None:
         """The candidate has looked at everything, or ended."""
@@ -101,9 +95,6 @@ class Upgrade:
             self._fail(reason)
             return
         self.is_over = True
-        if self._new_lock is not None:
-            unlock_folder(self._locks.pop(self._old_cache))
-            self._locks[self._new_lock[0]] = self._new_lock[1]
         # Later daemons of this process, should it not become the new one, have the new credentials
         # as well.
         os.environ.clear()
@@ -119,6 +110,4 @@ class Upgrade:
             self._candidate.kill()
             self._candidate.close()
             self._candidate = None
-        if self._new_lock is not None:
-            unlock_folder(self._new_lock[1])
         give_answer(self.client, {"error": reason})
