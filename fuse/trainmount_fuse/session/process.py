@@ -11,18 +11,33 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from trainmount_fuse.session.exit_codes import EXIT_FAILED
 
-__all__ = ["DaemonProcess"]
+__all__ = ["DEATH_POLL_SECONDS", "DaemonProcess", "has_died"]
 
 logger = logging.getLogger(__name__)
+
+_STUCK_SECONDS: Final = 0.3
+"""Threads of a killed process that can end have done so long before."""
+
+_POLL_SECONDS: Final = 0.05
+
+DEATH_POLL_SECONDS: Final = 0.25
+"""Programs wait so much longer where a daemon died with a thread in the kernel."""
+
+_stuck: Final[set[int]] = set()
+"""Ended children of this process with a thread that the kernel does not let go."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +92,33 @@ class DaemonProcess:
         """Send a signal; fine where the process has ended and nobody waited for it yet."""
         signal.pidfd_send_signal(self.pidfd, number)
 
+    @property
+    def is_dead(self) -> bool:
+        """It has ended, or all that is left of it is a thread which the kernel does not let go:
+        `pidfd` says nothing of such an end.
+        """
+        return _stat_fields(self.pid)[0] in "ZX"
+
     def wait(self) -> int:
-        """Wait for the end; the exit code, negative for a signal. Once only."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        """Wait for the end; the exit code, negative for a signal. Once only.
+
+        A thread may be stuck in the kernel, on a disk that hangs or on a page that only a successor
+        can bring. It runs no code of ours any more and is not waited for; `has_died` sweeps up.
+        """
+        dead_since: float | None = None
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if not self.is_dead:
+                dead_since = None
+            elif dead_since is None:
+                dead_since = time.monotonic()
+            elif time.monotonic() - dead_since > _STUCK_SECONDS:
+                _stuck.add(self.pid)
+                logger.warning("a thread of the ended daemon is stuck in the kernel")
+                return os.waitstatus_to_exitcode(int(_stat_fields(self.pid)[-1]))
+            select.select([self.pidfd], [], [], _POLL_SECONDS)
 
     def kill(self) -> None:
         """End it whatever it does, and wait."""
@@ -90,6 +129,21 @@ class DaemonProcess:
         """Give up this side's descriptors; the process is ended and waited for."""
         self.control.close()
         os.close(self.pidfd)
+
+
+def has_died(daemon: DaemonProcess | None) -> bool:
+    """Whether there is a daemon and it `is_dead`. To be asked every DEATH_POLL_SECONDS."""
+    for pid in list(_stuck):
+        # The kernel may have let go of its thread meanwhile.
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            _stuck.discard(pid)
+    return daemon is not None and daemon.is_dead
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Of /proc/PID/stat from the state on; the last one is what waitpid would say."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return text.rpartition(")")[2].split()
 
 
 def _be_daemon(serve: Callable[[int], int], control_fd: int) -> None:

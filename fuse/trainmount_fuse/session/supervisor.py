@@ -36,7 +36,7 @@ from trainmount_fuse.session.exit_codes import (
 from trainmount_fuse.session.handover import Handover, answer_reclaim, handover_message
 from trainmount_fuse.session.init_reply import InitRequest
 from trainmount_fuse.session.keeper_link import KeeperLink
-from trainmount_fuse.session.process import DaemonProcess
+from trainmount_fuse.session.process import DEATH_POLL_SECONDS, DaemonProcess, has_died
 from trainmount_fuse.session.restarts import RestartBudget
 from trainmount_fuse.session.stop_signals import STOP_SIGNALS, signals_in
 from trainmount_fuse.session.watchdog import HEARTBEAT_SECONDS, Watchdog
@@ -222,13 +222,13 @@ class Supervisor:
         return self._ending
 
     def _seconds_to_next(self) -> float:
-        due = (
-            *(self._look_at, self._start_at, self._keeper.due_at),
-            *(self._kill_at, self._replace_at, self._trial_ends_at),
-        )
-        return max(0.0, min(one for one in due if one is not None) - time.monotonic())
+        due = (self._look_at, self._start_at, self._keeper.due_at, self._kill_at, self._replace_at)
+        times = [one for one in (*due, self._trial_ends_at) if one is not None]
+        return max(0.0, min(DEATH_POLL_SECONDS, min(times) - time.monotonic()))
 
     def _do_what_is_due(self) -> None:
+        if has_died(self._daemon):
+            self._daemon_ended()
         now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
