@@ -110,7 +110,7 @@ _OPTIONS: Final = (
         "SIZE",
         "keep larger files in chunks, for storage that takes 5 GiB a file: 5Gi",
     ),
-    _Option("--cache-dir", ("cache_dir",), Path, "DIR", "blocks that were read; may be deleted"),
+    _Option("--cache-dir", ("cache_dir",), Path, "DIR", "blocks that were read; mounts share it"),
     _Option("--state-dir", ("state_dir",), Path, "DIR", "written files until they are uploaded"),
     _Option("--cache-size", ("cache_size_bytes",), _size, "SIZE", "of the blocks on disk (10Gi)"),
     _Option(
@@ -204,15 +204,15 @@ def _add_option(parser: argparse.ArgumentParser, option: _Option) -> None:
 
 
 def mount_settings(options: argparse.Namespace) -> MountSettings:
-    """The settings that were asked for; where nothing was said of the two folders, they are named
-    after source and mountpoint in the user's own.
+    """The settings that were asked for; where nothing was said of the two folders, the cache is the
+    one of this user, and the state is named after source and mountpoint.
 
     Raises:
         SettingsError: an option has a value that cannot be; the line begins with the option.
     """
     values = _given(options)
     name = mount_name(options)
-    values.setdefault("cache_dir", _home("XDG_CACHE_HOME", ".cache") / "cache" / name)
+    values.setdefault("cache_dir", _home("XDG_CACHE_HOME", ".cache") / "cache")
     values.setdefault("state_dir", state_home() / "state" / name)
     return _settings({"source": options.source, **values})
 

@@ -51,8 +51,8 @@ class MountSettings:
     """URL of the volume, as `open_volume` takes it."""
 
     cache_dir: Path
-    """Directory of the block cache. May vanish at any time between two mounts; belongs to this
-    mount alone.
+    """Directory of the block cache. May vanish at any time between two mounts; shared by any number
+    of mounts of the user.
     """
 
     state_dir: Path

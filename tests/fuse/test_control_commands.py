@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from trainmount_files.errors import PermissionDenied, Unavailable
-from trainmount_fuse.control import client, commands
+from trainmount_fuse.control import actions, client, commands
 from trainmount_fuse.control.commands import Commands
 from trainmount_fuse.control.protocol import ControlError, control_address
 from trainmount_fuse.control.refreshing import StaleNames
@@ -440,6 +440,17 @@ async def test_patterns_of_any_number_arrive_whole(world):
         answer = await served.ask("warm", *patterns)
         assert answer.result["num_done"] == 1
         assert {one["path"] for one in answer.failed} == set(patterns[1:])
+
+
+async def test_a_mount_that_nobody_registered_is_reached_by_its_socket(world):
+    _fill(world, d__a=10)
+    node = await world.node()
+    async with serving(node) as served:
+        call = partial(actions.change_cache, "warm", ["d/*"], served.mount.address)
+        (one,) = await trio.to_thread.run_sync(call)
+        assert one.answer.result["num_done"] == 1
+        (status,) = await trio.to_thread.run_sync(actions.statuses, served.mount.address)
+        assert (status["source"], status["files"]) == (node.settings.source, [])
 
 
 async def test_the_socket_is_its_owners_alone(world):

@@ -62,11 +62,12 @@ def statuses(mountpoint: Path | None) -> list[dict[str, Any]]:
 
 def _status(mount: Mount) -> dict[str, Any]:
     status: dict[str, Any] = {"mountpoint": str(mount.mountpoint), "source": mount.source}
-    try:
-        # The holder answers where the daemon hangs, or there is none at the moment.
-        status["session"] = ask_holder(mount.record, {"want": "status"})
-    except CommandError as error:
-        status["error"] = str(error)
+    if mount.record is not None:
+        try:
+            # The holder answers where the daemon hangs, or there is none at the moment.
+            status["session"] = ask_holder(mount.record, {"want": "status"})
+        except CommandError as error:
+            status["error"] = str(error)
     try:
         answer = ask(mount, "status", timeout_seconds=_ANSWER_SECONDS)
     except ControlError as error:

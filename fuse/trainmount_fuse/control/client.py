@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainmount_fuse.control.protocol import (
+    CONTROL_SOCKET,
     ControlError,
     WrongName,
     control_address,
@@ -63,8 +64,9 @@ class Mount:
     mountpoint: Path
     source: str
     address: Path
-    record: MountRecord
-    """What its holder registered."""
+    record: MountRecord | None
+    """What its holder registered; None where its socket was named, as in a mount pod, where nobody
+    registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,13 @@ def list_mounts() -> list[Mount]:
 
 
 def find_mount(mountpoint: Path | None) -> Mount:
-    """The mount at a path or above it; the only one there is for None.
+    """The mount at a path or above it, or behind a `control.sock`; the only one there is for None.
 
     Raises:
         WrongName: there is none, or there are several.
     """
+    if mountpoint is not None and mountpoint.name == CONTROL_SOCKET:
+        return Mount(mountpoint, "", mountpoint, None)
     mounts = list_mounts()
     if mountpoint is not None:
         path = _unlinked(os.path.abspath(mountpoint), mounts)  # noqa: PTH100 - keeps ".." of links
@@ -203,7 +207,8 @@ def _connected(mount: Mount) -> socket.socket:
         except PermissionError:
             raise ControlError(f"{mount.mountpoint}: belongs to another user") from None
         except OSError as error:
-            if time.monotonic() > deadline or not mount.record.is_alive():
+            is_kept = mount.record is None or mount.record.is_alive()
+            if time.monotonic() > deadline or not is_kept:
                 raise NoDaemon(f"{mount.mountpoint}: no daemon of the mount answers") from error
             time.sleep(_RETRY_SECONDS)
         else:
@@ -222,7 +227,9 @@ def _owner(pattern: str, mounts: Sequence[Mount]) -> tuple[Mount, str]:
     path = _unlinked(pattern if is_whole else f"{_working_directory()}/{pattern}", mounts)
     best: tuple[int, Mount, str] | None = None
     for mount in mounts:
-        places = [(str(mount.mountpoint), path), (mount.source.rstrip("/"), volume_path)]
+        places = [(str(mount.mountpoint), path)]
+        if mount.source:
+            places.append((mount.source.rstrip("/"), volume_path))
         for root, whole in places:
             rest = _below(root, whole)
             if rest is not None and (best is None or len(root) > best[0]):

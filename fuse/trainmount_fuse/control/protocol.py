@@ -23,7 +23,10 @@ from typing import Any, Final
 
 from trainmount_fuse.session.exit_codes import EXIT_CONFIGURATION, EXIT_FAILED
 
-__all__ = ["ControlError", "WrongName", "control_address", "request_messages"]
+__all__ = ["CONTROL_SOCKET", "ControlError", "WrongName", "control_address", "request_messages"]
+
+CONTROL_SOCKET: Final = "control.sock"
+"""Its name, by which a command knows it from a mountpoint."""
 
 _PATTERN_BYTES: Final = 64 * 1024
 """Of the patterns in one message; escapes in JSON make them up to three times as long, which still
@@ -44,7 +47,7 @@ class WrongName(ControlError):
 
 def control_address(state_dir: Path) -> Path:
     """Where the daemon of the mount with this state directory listens."""
-    return state_dir / "control.sock"
+    return state_dir / CONTROL_SOCKET
 
 
 def request_messages(

@@ -117,11 +117,12 @@ class Warming:
         settings = self._core.settings
         needed = self._core.blocks.space_for(stat.size_bytes)
         with self._lock:
-            room = settings.cache_size_bytes
+            cache = self._core.blocks.statistics()
+            room = cache.limit_bytes
             reason = f"the cache is too small for all (--cache-size is {room})"
             free = _free_bytes(settings.cache_dir) - settings.free_disk_floor_bytes
             # Whatever else is cached makes room.
-            on_disk = max(0, free) + self._core.blocks.statistics().space_bytes
+            on_disk = max(0, free) + cache.space_bytes
             if on_disk < room:
                 room = on_disk
                 reason = "the disk of the cache is at its reserve"
