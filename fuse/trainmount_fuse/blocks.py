@@ -230,6 +230,23 @@ class BlockCache:
         """
         return self._fetching.have(file, first, last, fetch, on_fetched, is_ahead=True)
 
+    def load(self, file: BlockFile, first: int, last: int, on_loaded: OnFetched) -> bool:
+        """Tell of the bytes of blocks that are here, in one piece; false, and nothing is told,
+        where one is not. Read-ahead from the disk: waits for memory as `ensure` does.
+
+        Raises:
+            OSError: ENOSPC after 10 s without memory.
+        """
+        loaded = self._held.take(file, first, last, is_ahead=True)
+        try:
+            size = loaded.num_unread_bytes
+            if not all(self._load_block(file, i, loaded) for i in range(first, last + 1)):
+                return False
+            on_loaded(file.offset_of(first), loaded.buffer.view[:size])
+            return True
+        finally:
+            self._held.discard(loaded)
+
     def rekey(self, old: FileKey, new: FileKey) -> None:
         """The content of `old` is now that of `new`; what cannot be moved is fetched
         again later.
@@ -388,20 +405,37 @@ class BlockCache:
         size = padded_size(place.length)
         with self._disk_reads:
             buffer = self._held.pool.take(size)
-            try:
-                is_right = self._cells.read(place, buffer.view[:size], around_memory=around)
-            except OSError as error:
-                log.warning("The block cache cannot be read", extra={"error": str(error)})
-                is_right = False
+            is_right = self._read_place(file, index, place, buffer.view[:size], around)
             if is_right:
                 into[:] = buffer.view[start : start + len(into)]
             self._held.pool.put_back(buffer)
+        if is_right and not around:
+            file.verified[index] = place
+        return is_right
+
+    def _load_block(self, file: BlockFile, index: int, loaded: HeldRange) -> bool:
+        place = None if index in file.held else file.place_of(index)
+        if place is None or self._cells is None:
+            into = loaded.view(index)
+            return self._copy_block(file, index, 0, into, can_wait=True)
+        self._cells.touch(place)
+        around = place.length >= _DIRECT_BYTES
+        return self._read_place(file, index, place, loaded.padded_view(index, index), around)
+
+    def _read_place(
+        self, file: BlockFile, index: int, place: Place, pages: memoryview, around: bool
+    ) -> bool:
+        """Whether the pages are the block's now; one that is damaged is forgotten."""
+        assert self._cells is not None
+        try:
+            is_right = self._cells.read(place, pages, around_memory=around)
+        except OSError as error:
+            log.warning("The block cache cannot be read", extra={"error": str(error)})
+            is_right = False
         if not self._cells.is_current(place):
             return False
         if not is_right:
             self._discard_bad(file, index, place)
-        elif not around:
-            file.verified[index] = place
         return is_right
 
     def _was_read(self, held: HeldRange, num_bytes: int) -> None:

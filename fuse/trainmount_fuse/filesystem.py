@@ -146,8 +146,9 @@ class Filesystem:
         """The attributes of a name; `ino` 0 where it is not there. Counts one lookup of
         the inode.
 
-        The kernel does not remember the names of files: it looks them up again for each open(2),
-        and where that asked the store, `open` need not.
+        The kernel remembers the name of a file for as long as an open may believe what is known:
+        usually not at all, so that it looks it up again for each open(2), and where that asked the
+        store, `open` need not.
         """
         core = self._started()
         directory = core.directory(parent_ino)
@@ -162,7 +163,9 @@ class Filesystem:
         if not inode.is_directory:
             inode.looked_up_at = max(inode.looked_up_at, arrived_at)
             inode.is_fresh_for_open = asked_at >= inode.looked_up_at
-            attributes = replace(attributes, entry_timeout_seconds=0.0)
+            # An open that may not believe what is known has to begin with a lookup.
+            timeout = min(attributes.entry_timeout_seconds, core.settings.open_timeout_seconds)
+            attributes = replace(attributes, entry_timeout_seconds=timeout)
         return attributes
 
     async def forget(self, lookups: Iterable[tuple[int, int]]) -> None:
@@ -421,7 +424,6 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
         blocks=blocks,
         prefetcher=Prefetcher(
             blocks,
-            memory,
             max_bytes=settings.prefetch_max_bytes,
             fetch_bytes=settings.prefetch_fetch_bytes,
             block_size_bytes=settings.block_size_bytes,

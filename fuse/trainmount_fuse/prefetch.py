@@ -17,7 +17,6 @@ from typing import Final
 from trainmount_files.errors import VolumeError
 from trainmount_fuse.block_file import BlockFile
 from trainmount_fuse.blocks import BlockCache, Fetch
-from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.push import Pages, PushCounter
 from trainmount_fuse.read_patterns import Streams
 
@@ -74,7 +73,6 @@ class Prefetcher:
     def __init__(
         self,
         cache: BlockCache,
-        memory: MemoryBudget,
         *,
         max_bytes: int,
         fetch_bytes: int,
@@ -86,7 +84,6 @@ class Prefetcher:
 
         self.pushes = PushCounter()
         self._cache = cache
-        self._memory = memory
         self._fetch_bytes = fetch_bytes // block_size_bytes * block_size_bytes
         self._block_size_bytes = block_size_bytes
         self._max_queued = 4 * num_threads
@@ -229,20 +226,10 @@ class Prefetcher:
             if job.pages is None:
                 self._cache.ensure(job.file, first, last, fetch)
             elif not self._cache.ensure(job.file, first, last, fetch, on_fetched=job.pages.push):
-                self._push_cached(job.pages, job, first, last)
+                self._cache.load(job.file, first, last, job.pages.push)
         except (VolumeError, OSError):
             # Whoever reads there asks again and gets the error; nobody asked for this one yet.
             log.debug("Read-ahead failed", exc_info=True, extra={"path": job.file.key.path})
-
-    def _push_cached(self, pages: Pages, job: _Job, first: int, last: int) -> None:
-        start = job.file.offset_of(first)
-        size = job.file.offset_of(last) + job.file.length_of(last) - start
-        self._memory.take(size, job.streams.cancelled)
-        try:
-            fetch = job.fetch_with(job.streams.cancelled)
-            pages.push(start, memoryview(self._cache.read(job.file, start, size, fetch)))
-        finally:
-            self._memory.give_back(size)
 
 
 def _total(ranges: list[tuple[int, int]]) -> int:

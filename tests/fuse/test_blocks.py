@@ -147,6 +147,37 @@ def test_who_asks_is_told_each_fetched_range_once(make_cache: MakeCache) -> None
     assert b"".join(data for _offset, data in told) == source.data
 
 
+def test_blocks_on_disk_and_in_memory_are_told_in_one_piece_if_all_are_here(
+    make_cache: MakeCache, tmp_path: Path
+) -> None:
+    source, told = Source(6 * BLOCK + 7), []
+
+    def note(offset: int, data: memoryview) -> None:
+        told.append((offset, bytes(data)))
+
+    first = make_cache()
+    first.ensure(first.open(source.key), 1, 4, source.fetch)
+    first.close()
+    cache = make_cache()
+    file = cache.open(source.key)
+    assert not cache.load(file, 1, 6, note)
+    cache.ensure(file, 5, 6, source.fetch)
+    assert not cache.load(file, 0, 6, note)
+    assert told == []
+    assert cache.load(file, 1, 6, note)
+    assert told == [(BLOCK, source.data[BLOCK:])]
+    # A block that is damaged is not told, and fetched again.
+    (path,) = tmp_path.glob("blocks/*.cache")
+    at = path.read_bytes().index(source.data[2 * BLOCK : 3 * BLOCK])
+    with path.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(b"nonsense")
+    assert not cache.load(file, 1, 3, note)
+    assert len(told) == 1
+    assert cache.statistics().num_bad_blocks == 1
+    assert cache.ensure(file, 1, 3, source.fetch) == {2}
+
+
 def test_another_version_shares_no_block(make_cache: MakeCache) -> None:
     cache, old, new = make_cache(), Source(BLOCK), Source(BLOCK)
     new.key = FileKey("f", "v2", BLOCK)

@@ -42,18 +42,16 @@ class Bench:
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.data = os.urandom(size_bytes)
-        self.memory = MemoryBudget()
         self.cache = BlockCache(
             folder,
             capacity_bytes=256 * MIB,
             block_size_bytes=BLOCK,
             max_fetch_bytes=MIB,
             free_disk_floor_bytes=0,
-            memory=self.memory,
+            memory=MemoryBudget(),
         )
         self.prefetcher = Prefetcher(
             self.cache,
-            self.memory,
             max_bytes=8 * MIB,
             fetch_bytes=MIB,
             block_size_bytes=BLOCK,
