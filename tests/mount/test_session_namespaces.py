@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from trainmount_fuse.session.commands import ask_holder
 from trainmount_fuse.session.mounting import find_mount
+from trainmount_fuse.session.registry import find_record
 
 NOBODY = 65534
 
@@ -68,6 +70,14 @@ def test_an_ordinary_user_mounts_through_fusermount3(start_mount, nobody, place,
     found = find_mount(mount.mountpoint)
     assert found is not None
     assert found.filesystem_type == "fuse.trainmount"
+    # Root's commands find it, and are told that it works with less.
+    record = find_record(mount.mountpoint)
+    assert record is not None
+    assert (record.holder_pid, record.uid) == (mount.process.pid, NOBODY)
+    status = ask_holder(record, {"want": "status"})
+    assert status["mounted_by"] == "fusermount3"
+    assert status["kernel"]["read_ahead_kib"] == 128
+    assert "by='fusermount3'" in mount.log
     command = [*nobody.prefix, "cat", str(mount.mountpoint / "f")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as reading:
         assert reading.stdout is not None

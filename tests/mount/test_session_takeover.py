@@ -9,7 +9,9 @@ import sys
 import threading
 from pathlib import Path
 
+from trainmount_fuse.session.commands import ask_holder
 from trainmount_fuse.session.mounting import find_mount
+from trainmount_fuse.session.registry import find_record
 
 NUM_KILLS = 6
 
@@ -79,6 +81,21 @@ def test_a_killed_holder_takes_its_daemon_along_and_the_next_one_replaces_the_mo
     assert (mount.mountpoint / "f").exists()
     assert mount.stop() == 0
     assert not mount.is_mounted()
+
+
+def test_an_idle_mount_takes_less_than_80_mib(start_mount, tmp_path):
+    (tmp_path / "volume").mkdir()
+    mount = start_mount(f"file://{tmp_path}/volume")
+    status = ask_holder(find_record(mount.mountpoint), {"want": "status"})
+    assert status["survives_daemon"] is True
+    assert status["kernel"]["parallel_directory_operations"] is True
+    resident = [_resident_bytes(status[name]) for name in ("holder_pid", "daemon_pid")]
+    assert sum(resident) < 80 << 20, resident
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _names(folder: Path) -> list[str]:
