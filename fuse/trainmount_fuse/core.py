@@ -98,9 +98,12 @@ class Core:
         says does not count then.
         """
         staged = self.staged(inode)
-        if staged is None or inode.ino in self.leaving:
+        if staged is None or inode.ino in self.leaving or staged.state is not StagedState.CLEAN:
             return staged
-        return None if staged.state is StagedState.CLEAN else staged
+        # Between the store's answer and what follows from it here, the inode is still told to be
+        # what the store had before.
+        is_noted = inode.stat is not None and inode.stat.version == staged.base_version
+        return None if is_noted else staged
 
     def staged_child(self, directory: Inode, name: str) -> Inode | None:
         """The inode at a name whose local bytes the store does not have yet, or not as they are."""

@@ -166,7 +166,8 @@ class Listing:
             inode = self._find(directory, entry)
             if inode is None:
                 continue
-            if entry.stat is not None and inode.stat is None and core.staged(inode) is None:
+            is_same = inode.ino == entry.ino and core.staged(inode) is None
+            if is_same and entry.stat is not None and inode.stat is None:
                 inode.stat, inode.checked_at = entry.stat, page.asked_at
             told = inode.told
             try:
@@ -189,6 +190,7 @@ class Listing:
         return any(self._find(directory, entry) is not None for entry in entries)
 
     def _find(self, directory: Inode, entry: ShownEntry) -> Inode | None:
-        """None where the name is gone since, or is another file."""
-        inode = self._core.inodes.find_child(directory.ino, entry.name)
-        return inode if inode is not None and inode.ino == entry.ino else None
+        """What has the name now, as another version of a file is another inode; None where it is
+        gone since.
+        """
+        return self._core.inodes.find_child(directory.ino, entry.name)

@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import trio
 
-from trainmount_files.volume import FileStat, Page
+from trainmount_files.directory import DirectoryVolume
+from trainmount_files.volume import Capabilities, FileStat, Page
 from trainmount_fuse.attributes import AttributeChanges
 
 
@@ -23,8 +25,8 @@ def _coarsely(call: Callable[..., FileStat]) -> Callable[..., FileStat]:
     return lambda *arguments, **options: _coarse(call(*arguments, **options))
 
 
-async def _node(world: Any) -> Any:
-    node = await world.node()
+async def _node(world: Any, name: str = "a") -> Any:
+    node = await world.node(name)
     inner = node.volume.inner
     for name in ("stat", "put", "upload", "rename"):
         setattr(inner, name, _coarsely(getattr(inner, name)))
@@ -109,3 +111,57 @@ async def test_an_open_sees_another_nodes_close_while_uploaded_bytes_are_still_h
     await a.close(writer)
     assert await a.read("f") == b"third"
     assert world.remote_files() == {"f": b"third"}
+
+
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store says of itself that its versions are not exact."""
+    inexact = Capabilities(atomic_rename=True, min_part_bytes=1, coarse_versions=True)
+    monkeypatch.setattr(DirectoryVolume, "capabilities", property(lambda _: inexact))
+
+
+async def test_another_nodes_content_of_equal_length_in_the_same_second_is_read(
+    world: Any, coarse: None
+) -> None:
+    """Its version is the one that is known and cached, but its second is not over."""
+    a, b = await _node(world), await _node(world, "b")
+    for content in (b"one" * 3000, b"two" * 3000, b"six" * 3000):
+        await a.write("f", content)
+        assert await b.read("f") == content
+        fh = await b.open("f")
+        assert await b.read_handle(fh) == content
+        await b.close(fh)
+        assert await a.read("f") == content
+    await b.write("f", b"ten" * 3000)
+    assert await a.read("f") == b"ten" * 3000
+
+
+async def test_a_version_whose_second_is_over_is_cached(world: Any, coarse: None) -> None:
+    (world.remote / "f").write_bytes(b"old" * 3000)
+    os.utime(world.remote / "f", ns=(10**18, 10**18))
+    b = await _node(world, "b")
+    for _ in range(3):
+        assert await b.read("f") == b"old" * 3000
+    assert len(b.volume.fetched_ranges) == 1
+
+
+async def test_a_new_file_is_shown_from_here_until_its_upload_is_noted(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await world.node()
+    blocks = node.fs.core.blocks
+    shown: list[tuple[list[str], bytes]] = []
+    real_drop = blocks.drop
+
+    async def look() -> None:
+        shown.append((list(await node.entries()), await node.read("f")))
+
+    def drop(key: Any) -> None:
+        # The store has answered, and nothing follows from it here yet.
+        if not shown:
+            trio.from_thread.run(look)
+        real_drop(key)
+
+    monkeypatch.setattr(blocks, "drop", drop)
+    await node.write("f", b"bytes")
+    assert shown == [(["f"], b"bytes")]
