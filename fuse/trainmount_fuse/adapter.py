@@ -41,8 +41,8 @@ BLOCK_BYTES: Final = 1 << 20
 """st_blksize: what cp, Python and others read and write at once. The largest request pyfuse3
 takes."""
 
-MAX_TASKS: Final = 256
-"""Requests in progress. Above max_background (64), so that read-ahead cannot keep a lookup
+MAX_TASKS: Final = 2048
+"""Requests in progress. Above max_background (1024), so that read-ahead cannot keep a lookup
 waiting."""
 
 _FUSE_NOTIFY_INC_EPOCH: Final = struct.pack("<IiQ", 16, 8, 0)
