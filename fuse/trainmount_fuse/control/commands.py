@@ -143,7 +143,9 @@ class Commands:
     async def _flush(self, _patterns: Sequence[str], tell: Tell) -> dict[str, Any]:
         core = self._filesystem.core
         before = len(core.staging.unsent())
-        await self._filesystem.upload_all()
+        # Whoever asked may leave; what failed before and is tried again must not stay half way.
+        with trio.CancelScope(shield=True):
+            await self._filesystem.upload_all()
         files = await core.workers.call(local_files, core)
         for one in files:
             reason = one.reason or "was written again meanwhile"
