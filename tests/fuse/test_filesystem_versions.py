@@ -151,7 +151,7 @@ async def test_a_new_file_is_shown_from_here_until_its_upload_is_noted(
     node = await world.node()
     blocks = node.fs.core.blocks
     shown: list[tuple[list[str], bytes]] = []
-    real_drop = blocks.drop
+    real_drop, token = blocks.drop, trio.lowlevel.current_trio_token()
 
     async def look() -> None:
         shown.append((list(await node.entries()), await node.read("f")))
@@ -159,7 +159,7 @@ async def test_a_new_file_is_shown_from_here_until_its_upload_is_noted(
     def drop(key: Any) -> None:
         # The store has answered, and nothing follows from it here yet.
         if not shown:
-            trio.from_thread.run(look)
+            trio.from_thread.run(look, trio_token=token)
         real_drop(key)
 
     monkeypatch.setattr(blocks, "drop", drop)

@@ -132,6 +132,13 @@ def start_mount(tmp_path: Path) -> Iterator[Callable[..., MountProcess]]:
     `wait=False` returns at once; `python` is the interpreter, `name` the folder's name, `root` its
     parent. With `toy` a fault of session_toy_holder.py, that is what is mounted.
     """
+    with make_mounts(tmp_path) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def make_mounts(folder: Path) -> Iterator[Callable[..., MountProcess]]:
+    """What `start_mount` is, below `folder`."""
     started: list[MountProcess] = []
 
     def start(
@@ -142,29 +149,31 @@ def start_mount(tmp_path: Path) -> Iterator[Callable[..., MountProcess]]:
         python: str = sys.executable,
         environment: dict[str, str] | None = None,
         wait: bool = True,
-        root: Path = tmp_path,
+        root: Path = folder,
         toy: str | None = None,
     ) -> MountProcess:
         mountpoint = root / name
-        folder = root / f"{name}.files"
-        folder.mkdir(exist_ok=True)
+        files = root / f"{name}.files"
+        files.mkdir(exist_ok=True)
         mountpoint.mkdir(exist_ok=True)
         program = ["-m", "trainmount_fuse"]
         if toy is not None:
             program = [str(Path(__file__).with_name("session_toy_holder.py")), toy]
         command = [*prefix, python, *program, "mount", source, str(mountpoint)]
-        command += ["--foreground", "--ready-file", str(folder / "ready.json")]
-        command += ["--cache-dir", str(folder / "cache"), "--state-dir", str(folder / "state")]
-        mount = MountProcess(mountpoint, folder, [*command, *options], environment or {})
+        command += ["--foreground", "--ready-file", str(files / "ready.json")]
+        command += ["--cache-dir", str(files / "cache"), "--state-dir", str(files / "state")]
+        mount = MountProcess(mountpoint, files, [*command, *options], environment or {})
         started.append(mount)
         mount.start()
         if wait:
             mount.wait_ready()
         return mount
 
-    yield start
-    for mount in started:
-        mount.clean()
+    try:
+        yield start
+    finally:
+        for mount in started:
+            mount.clean()
 
 
 @contextlib.contextmanager
