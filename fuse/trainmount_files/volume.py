@@ -120,6 +120,9 @@ class Capabilities:
     made does.
     """
 
+    coarse_versions: bool = False
+    """Contents of one size that are stored within one second of each other have one version."""
+
     max_put_bytes: int | None = None
     """Largest file that one `put` may have; None is no limit below the store's own."""
 

@@ -42,6 +42,9 @@ _SECOND_TRY_SECONDS: Final = 1.0
 _KEPT_BYTES: Final = 64 * MIB
 """Open files up to this size are fetched whole when their name goes away."""
 
+_MAX_DOUBTED_BYTES: Final = 4 << 20
+"""Of a file written here that is fetched anew where its version does not tell who wrote it last."""
+
 _ADOPTED_SHARE: Final = 4
 """An uploaded file stays as cached blocks if it takes at most one part in so many of the cache."""
 
@@ -67,6 +70,7 @@ class Content:
             await self._validate(inode, truncates=truncates)
         if not core.handles.is_open(inode.ino):
             await self._reading.settle(inode.ino)
+            await self._drop_doubtful(inode)
         handle = core.handles.open(inode.ino, flags)
         if handle.is_writable:
             # After the handle, so that no push begins; before its first write, which a push would
@@ -85,6 +89,18 @@ class Content:
         inode.cached = version
         core.inodes.save(inode)
         return OpenFile(handle.fh, keep_cache=keep_cache)
+
+    async def _drop_doubtful(self, inode: Inode) -> None:
+        """Nobody has it open: forget what may be the content of a namesake of its version."""
+        core = self._core
+        stat = inode.stat
+        if stat is None or core.staged(inode) is not None:
+            return
+        is_young = core.is_young(stat)
+        if is_young or inode.was_young:
+            inode.cached = None
+            await core.workers.call(core.blocks.drop, file_key(stat))
+        inode.was_young = is_young
 
     async def write(self, handle: Handle, offset: int, data: bytes | bytearray | memoryview) -> int:
         """Put the bytes into the local copy; how many are in the operating system then, fewer than
@@ -152,7 +168,7 @@ class Content:
         if core.handles.is_open(handle.ino):
             return
         self._reading.let_go(handle.ino)
-        if inode.link is Link.UNLINKED and inode.stat is not None:
+        if inode.stat is not None and (inode.link is Link.UNLINKED or inode.was_young):
             # Kept for the handles until now.
             core.blocks.drop(file_key(inode.stat))
         if inode.link is not Link.LINKED and not inode.lookup_count:
@@ -310,6 +326,8 @@ class Content:
             inode.set_version = stat.version
         inode.stat, inode.checked_at = stat, time.monotonic()
         inode.told = inode.cached = stat.version
+        # Two nodes do not put large files of one size into one second.
+        inode.was_young = core.is_young(stat) and stat.size_bytes <= _MAX_DOUBTED_BYTES
         core.inodes.save(inode)
         core.metadata.note_present(inode.parent_ino, inode.name, stat)
 

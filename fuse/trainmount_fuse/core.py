@@ -18,6 +18,7 @@ import stat as stat_module
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from trainmount_files.errors import VolumeError
 from trainmount_files.volume import FileStat, Volume
@@ -39,6 +40,9 @@ from trainmount_fuse.state import Intents
 from trainmount_fuse.workers import TreeLock, Workers
 
 __all__ = ["Core", "decode_name", "file_key", "state_paths", "transfer_error"]
+
+_YOUNG_NS: Final = 3_000_000_000
+"""A second, and what the store's clock may be apart from ours."""
 
 
 @dataclass(slots=True)
@@ -199,6 +203,13 @@ class Core:
         age = time.monotonic() - asked_at
         timeout = max(0.0, self.settings.negative_timeout_seconds - age)
         return Attributes(0, entry_timeout_seconds=timeout)
+
+    def is_young(self, stat: FileStat) -> bool:
+        """Whether another content may get the same version yet: the second is not over in which
+        this one was stored. Until then nothing that is cached under the version is sure.
+        """
+        is_coarse = self.volume.capabilities.coarse_versions
+        return is_coarse and time.time_ns() - stat.mtime_ns < _YOUNG_NS
 
     def shown_version(self, inode: Inode) -> str:
         """The version whose content the inode shows; empty for local bytes that the store lacks."""

@@ -79,6 +79,9 @@ class Inode:
     cached: str | None = None
     """Version of the pages that the kernel may hold."""
 
+    was_young: bool = False
+    """What is cached of its version may be another content (`Core.is_young`)."""
+
     looked_up_at: float = -math.inf
     """Monotonic time at which the newest `lookup` of the name arrived."""
 

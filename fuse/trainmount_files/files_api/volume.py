@@ -109,6 +109,7 @@ class FilesApiVolume:
         return Capabilities(
             atomic_rename=False,
             exclusive_create=True,
+            coarse_versions=True,
             max_put_bytes=self._options.max_put_bytes,
             min_part_bytes=self._options.min_part_bytes,
             max_parts=self._options.max_parts,
