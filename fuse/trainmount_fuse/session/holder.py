@@ -118,10 +118,13 @@ def hold(options: HolderOptions) -> int:
             logger.info("removed a dead mount", extra={"mountpoint": str(options.mountpoint)})
         fault = options.self_test()
         # A stop that comes in between would leave a mount without a server. The supervisor lets it
-        # through.
+        # through; one that comes after it changes nothing any more.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        stack.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
-        connection = _mount(options)
+        try:
+            connection = _mount(options)
+        except BaseException:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            raise
         fields = {"by": connection.mounted_by, "death_of_a_daemon_costs": fault or "nothing"}
         logger.info("mounted", extra=fields)
         return _Holder(options, connection, lock_fd, fault).run()
@@ -396,6 +399,9 @@ class _Holder:
         """Free the name; whoever still has files open there gets an error, because nobody serves
         them."""
         if self._is_mounted():
+            # Closing our descriptor is not enough where the kernel still holds a thread of a killed
+            # daemon, and the thread another one.
+            abort(self._connection)
             unmount(self._connection.mountpoint, lazy=True)
         os.close(self._connection.fd)
 
