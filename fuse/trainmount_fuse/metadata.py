@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import trio
@@ -196,16 +197,17 @@ class Metadata:
         self._num_lookups += 1
         max_absence = min(max_age_seconds, self._settings.negative_timeout_seconds)
         for _attempt in range(_MAX_ATTEMPTS):
-            now = time.monotonic()
+            arrived_at = time.monotonic()
             answer = self._known(known, name, max_age_seconds, max_absence)
-            if answer is not None:
-                return answer
             is_crowded = known.num_asking >= _MANY_AT_ONCE or known.lock.locked()
-            if is_crowded and known.large_until < now:
-                await self._list_for_names(directory, known, now)
-                answer = self._known(known, name, max_age_seconds, max_absence, now)
-                if answer is not None:
-                    return answer
+            if answer is None and is_crowded and known.large_until < arrived_at:
+                look = partial(self._known, known, name, max_age_seconds, max_absence, arrived_at)
+                await self._list_for_names(directory, known, look)
+                answer = look()
+            if answer is not None:
+                self._num_hits += answer[0] is not None
+                self._num_negative_hits += answer[0] is None
+                return answer
             path = self._inodes.path_of(directory)
             path = f"{path}/{name}" if path else name
             was_directory = self._has_twins and self._was_directory(directory.ino, name)
@@ -241,24 +243,23 @@ class Metadata:
 
         absent_at = known.absent.get(name, -math.inf)
         if counts(absent_at, max_absence):
-            self._num_negative_hits += 1
             return None, absent_at
         if name in known.entries:
             if counts(known.listed_at, max_age_seconds):
-                self._num_hits += 1
                 return known.entries[name], known.listed_at
         elif counts(known.listed_at, max_absence):
-            self._num_negative_hits += 1
             return None, known.listed_at
         return None
 
-    async def _list_for_names(self, directory: Inode, known: _Directory, arrived_at: float) -> None:
-        """Have a listing that was asked for after `arrived_at`, shared by all who wait for one.
+    async def _list_for_names(
+        self, directory: Inode, known: _Directory, look: Callable[[], object]
+    ) -> None:
+        """Have a listing that answers whoever asks, shared by all who wait for one.
 
         Does nothing where the directory is large.
         """
         async with known.lock:
-            if known.listed_at >= arrived_at or known.large_until > arrived_at:
+            if look() is not None or known.large_until > time.monotonic():
                 return
             reading = Reading(directory.ino, self._inodes.path_of(directory), time.monotonic())
             known.reading = reading
