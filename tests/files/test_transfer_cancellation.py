@@ -422,7 +422,7 @@ def test_a_store_that_falls_silent_holds_a_cancelled_upload_no_longer_than_a_per
     remote: FilesApiVolume, server: LocalServer, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Where nobody waits it may take its time.
-    monkeypatch.setattr("trainmount_files.files_api.multipart._ABORT_SECONDS", 300.0)
+    monkeypatch.setattr("trainmount_files.files_api.multipart.ABORT_SECONDS", 300.0)
     server.inject(
         Fault(route="presigned_put", latency_ms=60_000, skip=2),
         Fault(route="abort_upload", latency_ms=60_000),
