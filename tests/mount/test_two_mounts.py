@@ -84,10 +84,12 @@ def judge(records: list[dict[str, Any]]) -> list[str]:
 class Pair:
     """Mounts `a` and `b`, and the directory behind both."""
 
-    def __init__(self, mounts: list[Any], volume: Path, folder: Path) -> None:
+    def __init__(self, mounts: list[Any], volume: Path, folder: Path, lengths: str) -> None:
+        """`lengths` as two_mounts_worker.py takes it."""
         self.mounts = mounts
         self.volume = volume
         self._folder = folder
+        self._lengths = lengths
         self._logs: list[Path] = []
 
     def run(self, num_operations: int) -> list[dict[str, Any]]:
@@ -100,7 +102,7 @@ class Pair:
                 log = self._folder / f"history-{number}"
                 self._logs.append(log)
                 program = str(Path(__file__).with_name("two_mounts_worker.py"))
-                arguments = [mount.mountpoint, locks, log, number, number]
+                arguments = [mount.mountpoint, locks, log, number, number, self._lengths]
                 programs.append(
                     subprocess.Popen(
                         [sys.executable, program, *map(str, arguments)], stdin=subprocess.PIPE
@@ -120,11 +122,13 @@ class Pair:
 
 @pytest.fixture(params=["files-api", "directory"])
 def pair(request: Any, start_mount: Callable[..., Any], files_server: Any, tmp_path: Path) -> Pair:
-    source, environment = files_server.source, files_server.environment()
+    # Versions of the Files API are lengths and whole seconds: two writes of one second that are of
+    # equal length cannot be told apart while a program here has the file open.
+    source, environment, lengths = files_server.source, files_server.environment(), "unique"
     if request.param == "directory":
-        source, environment = files_server.volume.as_uri(), {}
+        source, environment, lengths = files_server.volume.as_uri(), {}, "equal"
     mounts = [start_mount(source, name=name, environment=environment) for name in ("a", "b")]
-    return Pair(mounts, files_server.volume, tmp_path)
+    return Pair(mounts, files_server.volume, tmp_path, lengths)
 
 
 def _content(version: int, length: int) -> bytes:

@@ -1,12 +1,12 @@
 """Writes, replaces and reads a few files of one mount until told to stop, and logs each operation.
 
-    two_mounts_worker.py ROOT LOCKS LOG NUMBER SEED
+    two_mounts_worker.py ROOT LOCKS LOG NUMBER SEED LENGTHS
 
 Run by test_two_mounts.py, several times a mount. A file's content is one version number, repeated;
 versions are NUMBER plus a multiple of 1,000, so no two are the same. Programs of one mount take
 turns at a file by flock on LOCKS/NAME, as they would on one disk; programs of two mounts know
 nothing of each other. LOG gets one JSON object an operation, with times of the machine's monotonic
-clock in nanoseconds.
+clock in nanoseconds. With LENGTHS "unique" no two versions are of equal length.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ LENGTHS = (8, 8, 8, 4096, 4096, 300_000, 2_000_000)
 
 
 class Program:
-    def __init__(self, root: Path, locks: Path, number: int, seed: int) -> None:
+    def __init__(self, root: Path, locks: Path, number: int, seed: int, *, is_unique: bool) -> None:
         self._root = root
         self._locks = locks
         self._random = random.Random(seed)
         self._next_version = 1000 + number
         self._number = number
+        self._is_unique = is_unique
         self._held: tuple[str, int, dict[str, Any]] | None = None
 
     def step(self) -> dict[str, Any]:
@@ -126,7 +127,10 @@ class Program:
 
     def _new_version(self) -> tuple[int, int]:
         self._next_version += 1000
-        return self._next_version, self._random.choice(LENGTHS)
+        length = self._random.choice(LENGTHS)
+        if self._is_unique:
+            length += WORD_BYTES * self._next_version
+        return self._next_version, length
 
     def _failed(self, what: str, version: int, length: int, error: OSError) -> dict[str, Any]:
         name = errno.errorcode[error.errno or 0]
@@ -140,8 +144,9 @@ class Program:
 
 
 def main() -> int:
-    root, locks, log_path, number, seed = sys.argv[1:]
-    program = Program(Path(root), Path(locks), int(number), int(seed))
+    root, locks, log_path, number, seed, lengths = sys.argv[1:]
+    is_unique = lengths == "unique"
+    program = Program(Path(root), Path(locks), int(number), int(seed), is_unique=is_unique)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     with Path(log_path).open("w") as log:
