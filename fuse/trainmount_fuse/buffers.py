@@ -8,6 +8,8 @@ import mmap
 import threading
 from typing import Final
 
+from trainmount_fuse.memory import MemoryBudget
+
 __all__ = ["Buffer", "BufferPool", "padded_size"]
 
 _PAGE: Final = 4096
@@ -29,9 +31,13 @@ class Buffer:
 
 
 class BufferPool:
-    """Buffers that wait to be used again, 32 MiB of them at most. Thread-safe."""
+    """Buffers that wait to be used again, 32 MiB of them at most, within the mount's memory.
+    Thread-safe.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryBudget) -> None:
+        """What waits is taken from `memory`; whoever has a buffer accounts for it himself."""
+        self._memory = memory
         self._lock = threading.Lock()
         self._idle: dict[int, list[Buffer]] = {}
         self._idle_bytes = 0
@@ -53,20 +59,23 @@ class BufferPool:
             idle = self._idle.get(size)
             if idle:
                 self._idle_bytes -= size
+                self._memory.give_back(size)
                 return idle.pop()
         return Buffer(size)
 
     def put_back(self, buffer: Buffer) -> None:
         """Nobody looks at the buffer any more: the next `take` may give it to somebody else."""
+        size = buffer.size_bytes
         with self._lock:
-            if self._idle_bytes + buffer.size_bytes <= _MAX_IDLE_BYTES:
-                self._idle_bytes += buffer.size_bytes
-                self._idle.setdefault(buffer.size_bytes, []).append(buffer)
+            if self._idle_bytes + size <= _MAX_IDLE_BYTES and self._memory.try_take(size):
+                self._idle_bytes += size
+                self._idle.setdefault(size, []).append(buffer)
 
     def trim(self) -> None:
         """Give the memory of all that wait back to the system."""
         with self._lock:
             self._idle.clear()
+            self._memory.give_back(self._idle_bytes)
             self._idle_bytes = 0
 
 

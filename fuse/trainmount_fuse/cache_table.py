@@ -39,6 +39,9 @@ _HEADER_WORDS: Final = 512
 _WAYS: Final = 8
 """Entries of a bucket. A full bucket gives up the entry whose cell was used longest ago."""
 
+_BLOCKS_A_BUCKET: Final = 4
+"""So many neighbouring blocks of a file share a bucket."""
+
 _RECORD_WORDS: Final = 5
 _BUCKET_WORDS: Final = _WAYS * (1 + _RECORD_WORDS)
 
@@ -175,7 +178,8 @@ class CacheTable:
     @property
     def limit_bytes(self) -> int:
         """The bound of all who share the file: the largest that one of them was given."""
-        return max(self._words[_LIMITS : _LIMITS + CellState.LAST_OWNER + 1].tolist())
+        first, last = _LIMITS + CellState.FIRST_OWNER, _LIMITS + CellState.LAST_OWNER
+        return max(self._words[first : last + 1].tolist())
 
     def limit_of(self, owner: int) -> int:
         """What a process said with `set_limit`; 0 where there is none."""
@@ -270,7 +274,8 @@ class CacheTable:
 
     def _bucket(self, key: BlockKey) -> tuple[int, int]:
         low = (key.low + key.number * _SPREAD & _MASK) or 1
-        number = (low >> 20) % self.geometry.num_buckets
+        # Blocks of one file stand close together: each page of the table is memory of the process.
+        number = ((key.low >> 20) + key.number // _BLOCKS_A_BUCKET) % self.geometry.num_buckets
         return low, self._buckets + number * _BUCKET_WORDS
 
     def _slot(self, key: BlockKey) -> tuple[int, int] | None:

@@ -130,7 +130,7 @@ class WriteBehind:
     """All held ranges of one mount. Any thread may call; only `take` waits."""
 
     def __init__(self, cells: SharedCells | None, memory: MemoryBudget) -> None:
-        self.pool = BufferPool()
+        self.pool = BufferPool(memory)
         self.dropped_bytes = 0
         """What was not written since the disk was too slow or would not take it."""
 
@@ -263,6 +263,9 @@ class WriteBehind:
                 if not (is_ahead and is_beyond) and self._memory.try_take(size):
                     self._held_bytes += size
                     return True
+                if not (is_ahead and is_beyond) and self.pool.idle_bytes:
+                    self.pool.trim()
+                    continue
                 waited_seconds = time.monotonic() - start
                 if self._make_room(can_lose=not is_ahead or waited_seconds > _PATIENCE_SECONDS):
                     continue
@@ -308,8 +311,11 @@ class WriteBehind:
 
     def _free(self, held: HeldRange) -> None:
         # In no file any more, not being written and not pinned: nobody looks at it.
-        self.pool.put_back(held.buffer)
         self._memory.give_back(held.buffer.size_bytes)
+        if self._memory.is_short:
+            self.pool.trim()
+        else:
+            self.pool.put_back(held.buffer)
         self._held_bytes -= held.buffer.size_bytes
         self._changed.notify_all()
 
@@ -381,7 +387,7 @@ class WriteBehind:
         now = time.monotonic()
         while self._clean and next(iter(self._clean)).written_at + _UNREAD_SECONDS < now:
             self._let_go(self._clean.popitem(last=False)[0])
-        if not self._held_bytes:
+        if not self._held_bytes or self._memory.is_short:
             self.pool.trim()
 
     def _trim(self) -> None:

@@ -19,8 +19,8 @@ from trainmount_fuse.blocks import BlockCache
 from trainmount_fuse.cache_table import Geometry
 from trainmount_fuse.memory import MemoryBudget
 
-_NUM_CELLS = 20
-_CELL = 2 * BLOCK
+_NUM_CELLS = 40
+_CELL = BLOCK
 _mount = st.integers(0, 1)
 _file = st.integers(0, 3)
 _where = st.floats(0, 1, exclude_max=True)
@@ -111,10 +111,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(where=_where, data=st.binary(min_size=1, max_size=64))
     def damage_table(self, where: float, data: bytes) -> None:
+        path, size = self._path(), Geometry.for_capacity(_NUM_CELLS * _CELL, _CELL).table_bytes
         for cache in self.caches:
             cache.close()
-        size = Geometry.for_capacity(_NUM_CELLS * _CELL, _CELL).table_bytes
-        with self._path().open("r+b") as opened:
+        with path.open("r+b") as opened:
             opened.seek(int(where * (size - len(data))))
             opened.write(data)
         self.caches = [self._open() for _ in range(2)]
@@ -132,7 +132,6 @@ class CacheMachine(RuleBasedStateMachine):
         return open_cache(
             self.directory,
             _NUM_CELLS * _CELL,
-            cell_bytes=_CELL,
             memory=MemoryBudget(16 * BLOCK),
         )
 

@@ -315,6 +315,36 @@ async def test_parallel_reads_fetch_each_block_once(world: Any) -> None:
     assert sum(len(one) for one in a.volume.fetched_ranges) == len(data)
 
 
+async def test_throwing_out_blocks_touches_no_local_bytes_and_sends_nothing(world: Any) -> None:
+    (world.remote / "d").mkdir()
+    for number in range(8):
+        (world.remote / "d" / f"f{number}").write_bytes(os.urandom(100_000))
+    a = await world.node(cache_size_bytes=200_704)
+
+    def refuse(operation: str, path: str) -> None:
+        if operation == "upload":
+            raise Unavailable(operation, path, "the store is down")
+
+    a.volume.fault = refuse
+    local = {f"new{number}": os.urandom(50_000) for number in range(3)}
+    handles = {}
+    for name, data in local.items():
+        handles[name] = await a.open(name, os.O_CREAT | os.O_RDWR)
+        await a.fs.write(handles[name], 0, data)
+        with pytest.raises(Unavailable):
+            await a.fs.fsync(handles[name], datasync=False)
+    before = {name: a.volume.calls[name] for name in ("upload", "delete", "rename")}
+    for number in range(8):
+        name = f"d/f{number}"
+        assert await a.read(name) == (world.remote / name).read_bytes()
+    await a.settled(lambda: a.fs.cache_statistics().evicted_bytes > 0, "some were thrown out")
+    assert {name: a.volume.calls[name] for name in before} == before
+    a.volume.fault = None
+    for name, fh in handles.items():
+        await a.close(fh)
+        assert (world.remote / name).read_bytes() == local[name]
+
+
 async def test_a_small_cache_gives_right_bytes_while_it_evicts(world: Any) -> None:
     """In small: more open files than the cache holds, read at once, several rounds."""
     files = {f"f{number}": os.urandom(100_000) for number in range(8)}
