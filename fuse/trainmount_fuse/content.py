@@ -217,7 +217,11 @@ class Content:
         if is_asked and inode.stat is not None and now - inode.checked_at < _FRESH_SECONDS:
             current = inode
         else:
-            current = await core.refresh(inode, core.settings.open_timeout_seconds)
+            try:
+                current = await core.refresh(inode, core.settings.open_timeout_seconds)
+            except FileNotFoundError as error:
+                # Looked up again, the name is missing, and with O_CREAT it is made.
+                raise OSError(errno.ESTALE, "the name has gone since it was looked up") from error
         if core.unsent(current) is not None and current is inode:
             return
         is_known = current.stat is not None and current.told == current.stat.version

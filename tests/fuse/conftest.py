@@ -225,14 +225,15 @@ class Node:
         for attempt in (1, 2):
             try:
                 attributes = await self.stat(path)
-                if flags & os.O_CREAT and flags & os.O_EXCL:
-                    raise FileExistsError(errno.EEXIST, path)
-                return (await self.fs.open(attributes.ino, flags)).fh
             except FileNotFoundError:
                 if not flags & os.O_CREAT:
                     raise
                 parent, name = await self.parent(path)
                 return (await self.fs.create(parent, name, mode, flags))[0].fh
+            if flags & os.O_CREAT and flags & os.O_EXCL:
+                raise FileExistsError(errno.EEXIST, path)
+            try:
+                return (await self.fs.open(attributes.ino, flags)).fh
             except OSError as error:
                 # The kernel looks the name up again, once.
                 if error.errno != errno.ESTALE or attempt == 2:

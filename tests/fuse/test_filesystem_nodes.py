@@ -97,8 +97,21 @@ async def test_a_name_seen_missing_at_open_is_not_shown_again_from_older_knowled
     await b.stat("f")
     ino = (await b.entries())["f"].ino
     await a.unlink("f")
-    assert await world.errno_from(b.fs.open(ino, os.O_RDONLY)) == errno.ENOENT
+    assert await world.errno_from(b.fs.open(ino, os.O_RDONLY)) == errno.ESTALE
     assert not await b.exists("f")
+
+
+async def test_a_name_that_another_node_has_removed_is_made_anew_by_an_open_that_creates(
+    world: Any,
+) -> None:
+    """The kernel takes it for there, and asks for an open: a lock file that comes and goes."""
+    a, b = await world.node("a"), await world.node("b")
+    for number in range(3):
+        await a.write("lock", b"a")
+        assert await b.read("lock") == b"a"
+        await a.unlink("lock")
+        await b.write("lock", b"%d" % number)
+        assert world.remote_files() == {"lock": b"%d" % number}
 
 
 async def test_an_open_asks_the_store_once_and_a_cached_file_is_not_fetched_again(
