@@ -115,8 +115,11 @@ class Listing:
     ) -> list[ShownEntry]:
         core = self._core
         stats = [stat for stat in read.entries if stat.name not in hidden]
+        changed = set(core.metadata.changed_since(directory.ino, read.asked_at))
         core.inodes.ensure_children(
-            directory.ino, [(stat.name, stat.is_directory) for stat in stats]
+            directory.ino,
+            # A file of today must not make room for what was a directory when the store was asked.
+            [(stat.name, stat.is_directory) for stat in stats if stat.name not in changed],
         )
         found: list[ShownEntry] = []
         for stat in stats:

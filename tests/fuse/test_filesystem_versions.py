@@ -165,3 +165,15 @@ async def test_a_new_file_is_shown_from_here_until_its_upload_is_noted(
     monkeypatch.setattr(blocks, "drop", drop)
     await node.write("f", b"bytes")
     assert shown == [(["f"], b"bytes")]
+
+
+async def test_a_file_made_where_a_directory_was_survives_a_listing_from_before(world: Any) -> None:
+    node = await world.node(directory_timeout_seconds=60.0)
+    await node.mkdir("e")
+    assert list(await node.entries()) == ["e"]
+    await node.rmdir("e")
+    handle = await node.open("e", os.O_CREAT | os.O_WRONLY)
+    await node.fs.write(handle, 0, b"bytes")
+    assert {name: one.is_directory for name, one in (await node.entries()).items()} == {"e": False}
+    await node.close(handle)
+    assert world.remote_files() == {"e": b"bytes"}
