@@ -33,7 +33,7 @@ from typing import Any
 import pytest
 from tests.mount.differential_schedule import Step, draw, shrink
 
-NUM_STEPS = int(os.environ.get("TRAINMOUNT_DIFFERENTIAL_STEPS", "600"))
+NUM_STEPS = int(os.environ.get("TRAINMOUNT_DIFFERENTIAL_STEPS", "500"))
 STEPS_A_MOUNT = 1000
 """A mount gives up after 60 deaths in ten minutes, so a long run takes several."""
 

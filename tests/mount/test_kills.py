@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from tests.mount.conftest import wait_until
 
-NUM_KILLS = int(os.environ.get("TRAINMOUNT_TEST_KILLS", "4"))
+NUM_KILLS = int(os.environ.get("TRAINMOUNT_TEST_KILLS", "3"))
 """Of each kind. A mount gives up after 60 deaths in ten minutes."""
 
 pytestmark = pytest.mark.timeout(300 + 20 * NUM_KILLS)

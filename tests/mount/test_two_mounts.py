@@ -24,7 +24,7 @@ import pytest
 from tests.mount.two_mounts_worker import NAMES, WORD_BYTES
 
 PROGRAMS_A_MOUNT = 2
-NUM_OPERATIONS = int(os.environ.get("TRAINMOUNT_HISTORY_OPERATIONS", "600"))
+NUM_OPERATIONS = int(os.environ.get("TRAINMOUNT_HISTORY_OPERATIONS", "400"))
 """In CI a share; a long run has 20,000."""
 
 
