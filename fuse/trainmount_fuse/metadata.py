@@ -120,6 +120,7 @@ class Metadata:
         self._directories: OrderedDict[int, _Directory] = OrderedDict()
         self._num_entries = 0
         self._hidden = HiddenNames()
+        self._emptied: set[tuple[int, str]] = set()
         self._num_stats = self._num_pages = self._num_lookups = 0
         self._num_hits = self._num_negative_hits = 0
 
@@ -180,6 +181,7 @@ class Metadata:
             shown = self._hidden.shown(reading.path, answer.entries)
             if self._has_twins:
                 shown = without_twins(reading, shown, self._hidden, is_last=token is None)
+                shown = tuple(self._as_shown(reading.directory_ino, one) for one in shown)
             page = ReadPage(shown, now, token)
             self._append(reading, page)
             return page
@@ -220,6 +222,8 @@ class Metadata:
                 )
             finally:
                 known.num_asking -= 1
+            if stat is not None:
+                stat = self._as_shown(directory.ino, stat)
             if known.changed.get(name, -math.inf) < now:
                 break
         self._keep(known, name, stat, now)
@@ -306,6 +310,24 @@ class Metadata:
         self._drop_entry(known, name)
         known.absent[name] = time.monotonic()
 
+    def note_emptied(self, parent_ino: int, name: str) -> None:
+        """This mount removed the last file of a directory beside which a bucket has a file of the
+        same name: until `note_removed_directory` it stays a directory.
+        """
+        self._emptied.add((parent_ino, name))
+
+    def note_removed_directory(self, parent_ino: int, name: str) -> None:
+        """This mount removed a directory; the file of its name, if there is one, shows now."""
+        if self.is_emptied(parent_ino, name):
+            self._emptied.remove((parent_ino, name))
+            self.note_unknown(parent_ino, name)
+        else:
+            self.note_absent(parent_ino, name)
+
+    def is_emptied(self, parent_ino: int, name: str) -> bool:
+        """Whether it is a directory here only because this mount emptied it."""
+        return (parent_ino, name) in self._emptied
+
     def note_unknown(self, parent_ino: int, name: str) -> None:
         """Ask again: what is known of the name is not to be trusted."""
         known = self._directory(parent_ino)
@@ -344,7 +366,15 @@ class Metadata:
 
     async def _ask(self, reading: Reading, index: int) -> Page:
         self._num_pages += 1
-        return await self._workers.call(self._volume.list_page, reading.path, reading.tokens[index])
+        try:
+            return await self._workers.call(
+                self._volume.list_page, reading.path, reading.tokens[index]
+            )
+        except NotADirectory:
+            directory = self._inodes.get(reading.directory_ino)
+            if not self.is_emptied(directory.parent_ino, directory.name):
+                raise
+            return Page((), None)
 
     def _append(self, reading: Reading, page: ReadPage) -> None:
         reading.pages.append(page)
@@ -366,6 +396,10 @@ class Metadata:
         known.entries, known.listed_at = entries, reading.asked_at
         known.absent.clear()
         self._bound()
+
+    def _as_shown(self, parent_ino: int, stat: FileStat) -> FileStat:
+        is_emptied = (parent_ino, stat.name) in self._emptied
+        return FileStat(stat.path, is_directory=True) if is_emptied else stat
 
     def _was_directory(self, parent_ino: int, name: str) -> bool:
         child = self._inodes.find_child(parent_ino, name)

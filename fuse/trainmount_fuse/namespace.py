@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from trainmount_files.errors import NotFound, Unsupported, VolumeError
+from trainmount_files.errors import NotADirectory, NotFound, Unsupported, VolumeError
 from trainmount_files.volume import FileStat, Volume
 from trainmount_fuse.attributes import ROOT_INO, Attributes, OpenFile
 from trainmount_fuse.content import Content
@@ -132,8 +132,13 @@ class Namespace:
                 raise OSError(errno.ENOTEMPTY, "directory not empty")
             path = core.inodes.path_of(child)
             with self._intending("rmdir", directory, name):
-                await core.workers.call(core.volume.remove_directory, path)
-            self._removed(child)
+                try:
+                    await core.workers.call(core.volume.remove_directory, path)
+                except NotADirectory:
+                    if not core.metadata.is_emptied(directory.ino, name):
+                        raise
+            core.metadata.note_removed_directory(directory.ino, name)
+            core.inodes.detach(child, Link.UNLINKED)
             await self._keep(directory)
 
     async def rename(
@@ -359,7 +364,9 @@ class Namespace:
             return
         if core.metadata.listed(directory.ino)[0]:
             return
-        await core.workers.call(_keep_directory, core.volume, core.inodes.path_of(directory))
+        path = core.inodes.path_of(directory)
+        if not await core.workers.call(_keep_directory, core.volume, path):
+            core.metadata.note_emptied(directory.parent_ino, directory.name)
 
     def _removed(self, inode: Inode) -> None:
         core = self._core
@@ -454,8 +461,10 @@ def _joined(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-def _keep_directory(volume: Volume, path: str) -> None:
+def _keep_directory(volume: Volume, path: str) -> bool:
+    """False where a file of the same name stands in the way."""
     try:
-        volume.stat(path)
+        return volume.stat(path).is_directory
     except NotFound:
         volume.make_directory(path)
+        return True
