@@ -15,6 +15,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -781,9 +782,10 @@ def test_another_version_is_an_error_even_where_the_store_does_not_compare(
         read(bucket, "f", 0, 3, version=version)
 
 
+@pytest.mark.parametrize("num_bytes", [5, 2 << 20])
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_call_that_hangs_ends_when_it_is_cancelled_or_the_volume_closed(
-    make: MakeBucket, closed: bool
+    make: MakeBucket, closed: bool, num_bytes: int
 ) -> None:
     release, cancel, asked = threading.Event(), threading.Event(), threading.Event()
 
@@ -792,12 +794,12 @@ def test_a_call_that_hangs_ends_when_it_is_cancelled_or_the_volume_closed(
         release.wait(60)
         return None
 
-    _, bucket = make(FakeS3({"f": b"0123456789"}, hang))
+    _, bucket = make(FakeS3({"f": bytes(num_bytes)}, hang))
     caught: list[BaseException] = []
 
     def run() -> None:
         try:
-            read(bucket, "f", 0, 5, cancel=cancel)
+            read(bucket, "f", 0, num_bytes, cancel=cancel)
         except BaseException as error:
             caught.append(error)
 
@@ -813,7 +815,19 @@ def test_a_call_that_hangs_ends_when_it_is_cancelled_or_the_volume_closed(
 
 def test_no_thread_is_left_behind(bucket: BucketVolume) -> None:
     bucket.put("f", b"1")
-    assert "trainmount-bucket" in [thread.name for thread in threading.enumerate()]
+    assert bucket.stat("f").size_bytes == 1
+    ours = [one for one in threading.enumerate() if one.name.startswith("trainmount-bucket")]
+    assert {thread.name for thread in ours} == {"trainmount-bucket", "trainmount-bucket-call"}
     bucket.close()
     bucket.close()
-    assert "trainmount-bucket" not in [thread.name for thread in threading.enumerate()]
+    for thread in ours:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in ours)
+
+
+def test_many_short_calls_at_once_each_get_their_own_answer(bucket: BucketVolume) -> None:
+    for number in range(20):
+        bucket.put(f"f-{number}", bytes(number))
+    with ThreadPoolExecutor(20) as threads:
+        stats = list(threads.map(bucket.stat, [f"f-{number}" for number in range(20)] * 10))
+    assert [stat.size_bytes for stat in stats] == list(range(20)) * 10

@@ -57,6 +57,14 @@ class Opened:
             return None
         return found
 
+    def head_now(self, key: str) -> Meta | None:
+        """As `head`; blocks."""
+        try:
+            found: Meta = self.library.head(self.store, key)
+        except FileNotFoundError:
+            return None
+        return found
+
     async def is_there(self, key: str) -> bool:
         return await self.head(key) is not None
 

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, Final, TypeVar
 
 from trainmount_files.bucket.answers import to_volume_error
+from trainmount_files.bucket.blocking import BlockingCalls
 from trainmount_files.ending import close_stores_at_end
 from trainmount_files.errors import Cancelled, Unsupported, VolumeError
 from trainmount_files.per_process import PerProcess
@@ -112,6 +113,7 @@ class Calls:
         # Both guarded by the lock.
         self._open = True
         self._running: set[Future[Any]] = set()
+        self._blocking = BlockingCalls()
         self._thread = threading.Thread(target=self._serve, name="trainmount-bucket", daemon=True)
         self._thread.start()
         _KEPT.append(self)
@@ -152,6 +154,29 @@ class Calls:
         # Outside of the handler: obstore's own text may hold what must not be said.
         raise failure
 
+    def run_blocking(
+        self,
+        operation: str,
+        path: str,
+        function: Callable[[], T],
+        cancel: Cancellation | None = None,
+    ) -> T:
+        """As `run`, for a function that does one short request: quicker, but what is given up goes
+        on to its end.
+        """
+        if cancel is not None and cancel.is_set():
+            raise Cancelled(operation, path, "cancelled")
+        if not self._open:
+            raise ValueError(f"{operation} on a closed volume")
+        failure: VolumeError
+        try:
+            return self._blocking.run(operation, path, function, cancel)
+        except VolumeError:
+            raise
+        except Exception as error:
+            failure = to_volume_error(error, operation, path)
+        raise failure
+
     def close(self) -> None:
         """End all calls and the thread; safe to repeat."""
         with self._lock:
@@ -159,12 +184,17 @@ class Calls:
                 return
             self._open = False
             running = list(self._running)
+        self._blocking.close()
         for future in running:
             future.cancel()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)
         with suppress(ValueError):
             _KEPT.remove(self)
+
+    def wait_for_threads(self, seconds: float) -> None:
+        """After `close`: let calls that were given up come to their end, for that long at most."""
+        self._blocking.join(seconds)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -191,6 +221,8 @@ def _close_all() -> None:
     ours = [calls for calls in _KEPT if calls.pid == os.getpid()]
     for calls in ours:
         calls.close()
+    for calls in ours:
+        calls.wait_for_threads(_CLOSE_SECONDS)
     if ours:
         time.sleep(_SETTLE_SECONDS)
 

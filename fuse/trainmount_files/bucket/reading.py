@@ -18,6 +18,9 @@ WHOLE_BYTES: Final = 16 * MIB
 
 PIECE_BYTES: Final = MIB
 
+_SHORT_BYTES: Final = MIB
+"""Up to here a request that nobody waits for any more may go on to its end."""
+
 
 def read_exactly(
     opened: Opened,
@@ -48,7 +51,14 @@ def read_exactly(
         result = await opened.library.get_async(opened.store, key, options=options)
         return result, await result.bytes_async() if is_whole else None
 
-    result, body = calls.run("read", path, get, cancel)
+    def get_short() -> tuple[Any, Any]:
+        result = opened.library.get(opened.store, key, options=options)
+        return result, result.bytes()
+
+    if is_whole and len(byte_range) <= _SHORT_BYTES:
+        result, body = calls.run_blocking("read", path, get_short, cancel)
+    else:
+        result, body = calls.run("read", path, get, cancel)
     _check(path, result.meta, tuple(result.range), byte_range, version)
     if is_whole:
         if len(body) != len(byte_range):

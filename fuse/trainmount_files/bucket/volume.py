@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, BinaryIO, Final, TypeVar
 
@@ -392,20 +393,17 @@ class BucketVolume:
         return self._here(operation).calls.run(operation, path, call, cancel)
 
     def _stat(self, operation: str, path: str, cancel: Cancellation | None = None) -> FileStat:
-        opened = self._here(operation).opened
+        here = self._here(operation)
         if not check_name(self._location.scheme, operation, path):
             return FileStat("", is_directory=True)
         key = self._location.key(path)
-
-        async def call() -> FileStat:
-            meta = await opened.head(key)
-            if meta is not None:
-                return to_stat(path, meta)
-            if await opened.has_below(key):
-                return FileStat(path, is_directory=True)
-            raise NotFound(operation, path, "nothing is there")
-
-        return self._run(operation, path, call, cancel)
+        head = partial(here.opened.head_now, key)
+        meta = here.calls.run_blocking(operation, path, head, cancel)
+        if meta is not None:
+            return to_stat(path, meta)
+        if self._run(operation, path, lambda: here.opened.has_below(key), cancel):
+            return FileStat(path, is_directory=True)
+        raise NotFound(operation, path, "nothing is there")
 
     def _stored(
         self, operation: str, path: str, size_bytes: int, etag: str, *, want_version: bool
