@@ -85,6 +85,9 @@ async def test_a_file_and_a_directory_of_one_name_show_as_the_directory(
     assert set(fake.objects) == {"d/out", "d/out-1", "d/z"}
 
 
+@pytest.mark.quotes(
+    "Keys that are no names are hidden and counted.",
+)
 async def test_keys_that_are_no_names_are_hidden_counted_once_and_keep_their_directory(
     over: Any,
 ) -> None:
@@ -103,6 +106,9 @@ async def test_keys_that_are_no_names_are_hidden_counted_once_and_keep_their_dir
     assert errno_of(raised.value) == errno.ENOTEMPTY
 
 
+@pytest.mark.quotes(
+    "In a bucket, a directory that was emptied stays until `rmdir`.",
+)
 async def test_an_emptied_directory_stays_until_it_is_removed(over: Any) -> None:
     """One that was made, and a prefix that nobody made; past every timeout and a restart."""
     a, _fake = await over({"prefix/f": b"1"})

@@ -239,6 +239,10 @@ async def test_exclusive_create_does_not_overwrite_what_another_node_made_meanwh
     assert await world.errno_from(a.fs.create(parent, name, 0o644, flags)) == errno.EEXIST
 
 
+@pytest.mark.quotes(
+    "ENOSPC, EDQUOT | the disk of the state directory is full, at its reserve or at a quota; a "
+    "`write` that fits in part is short",
+)
 async def test_a_full_staging_disk_is_enospc_before_anything_is_acknowledged(world: Any) -> None:
     a = await world.node(free_disk_floor_bytes=1 << 60)
     assert await world.errno_from(a.open("f", os.O_CREAT | os.O_WRONLY)) == errno.ENOSPC

@@ -80,6 +80,9 @@ async def test_readers_of_one_directory_share_the_pages_of_one_reading(world: An
     assert a.volume.calls["list"] == 5
 
 
+@pytest.mark.quotes(
+    "Positions of `telldir` stay valid while names come and go, and when the daemon dies.",
+)
 async def test_a_position_means_the_same_while_names_come_and_go_and_daemons_die(
     world: Any,
 ) -> None:

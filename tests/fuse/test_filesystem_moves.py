@@ -34,6 +34,9 @@ async def test_a_directory_above_the_limit_is_to_be_copied_and_nothing_of_it_mov
     assert world.remote_files() == {f"new{path[3:]}": data for path, data in contents.items()}
 
 
+@pytest.mark.quotes(
+    "Cut off by an error, it leaves each file at one of the two places.",
+)
 async def test_a_move_that_an_error_cuts_off_leaves_each_file_at_one_of_both_places(
     world: Any,
 ) -> None:
@@ -60,6 +63,9 @@ class _Killed(BaseException):
     """The process ends."""
 
 
+@pytest.mark.quotes(
+    "Cut off by the death of the daemon, it is completed.",
+)
 async def test_a_move_whose_daemon_dies_in_it_is_completed_by_the_successor(world: Any) -> None:
     """The kernel repeats the request."""
     a = await world.node()

@@ -58,6 +58,9 @@ async def test_errors_of_names_have_their_usual_numbers(world: Any) -> None:
     assert await world.errno_from(a.fs.read(99_999, 0, 1)) == errno.EBADF
 
 
+@pytest.mark.quotes(
+    "EROFS | every change below a mount with `--read-only`",
+)
 async def test_a_read_only_mount_refuses_every_change(world: Any) -> None:
     (world.remote / "f").write_bytes(b"data")
     (world.remote / "d").mkdir()
@@ -184,6 +187,9 @@ async def test_renaming_a_directory_moves_what_is_in_it_uploaded_or_not(world: A
     assert await world.errno_from(a.rename("empty", "full")) == errno.ENOTEMPTY
 
 
+@pytest.mark.quotes(
+    "Inode numbers stay over listings, `rename` and remounts.",
+)
 async def test_inode_numbers_stay_over_listings_renames_and_restarts(world: Any) -> None:
     """St_ino is the same each time, d_ino equals it, a rename keeps it."""
     for number in range(100):

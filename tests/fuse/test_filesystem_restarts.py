@@ -175,6 +175,11 @@ async def test_left_bytes_that_cannot_be_put_beside_are_kept_here_until_they_can
     await a.settled(lambda: a.fs.failed_files() == [], "nothing is kept here")
 
 
+@pytest.mark.quotes(
+    "After a power cut, the next mount sends a new file that was never closed as far as the disk "
+    "has it.",
+    "Unsynced bytes of a file that was stored before go beside it.",
+)
 async def test_after_a_reboot_unsynced_bytes_do_not_take_the_place_of_synced_ones(
     world: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import trio
 
 from trainmount_files.directory import DirectoryVolume
 from trainmount_files.volume import Capabilities, FileStat, Page
+from trainmount_fuse import core
 from trainmount_fuse.attributes import AttributeChanges
 
 
@@ -134,6 +135,24 @@ async def test_another_nodes_content_of_equal_length_in_the_same_second_is_read(
         assert await a.read("f") == content
     await b.write("f", b"ten" * 3000)
     assert await a.read("f") == b"ten" * 3000
+
+
+@pytest.mark.quotes(
+    "Files API: A closes, B closes other bytes of equal length in the same second, A opens | A "
+    "reads B's bytes; above 4 MiB its own, if it opens more than 3 s later"
+)
+@pytest.mark.parametrize(("size_bytes", "is_told"), [(4 << 20, True), ((4 << 20) + 1, False)])
+async def test_large_files_of_equal_length_in_the_same_second_may_be_taken_for_one(
+    world: Any, coarse: None, monkeypatch: pytest.MonkeyPatch, size_bytes: int, is_told: bool
+) -> None:
+    a, b = await _node(world), await _node(world, "b")
+    for name in ("at once", "later"):
+        await a.write(name, b"a" * size_bytes)
+        await b.write(name, b"b" * size_bytes)
+    assert await a.read("at once") == b"b" * size_bytes
+    assert core._YOUNG_NS == 3 * 10**9
+    monkeypatch.setattr(core, "_YOUNG_NS", 0)
+    assert await a.read("later") == (b"b" if is_told else b"a") * size_bytes
 
 
 async def test_a_version_whose_second_is_over_is_cached(world: Any, coarse: None) -> None:

@@ -241,6 +241,9 @@ async def test_a_refused_overwrite_in_parts_is_an_error_and_the_old_file_stays(
     await a.settled(lambda: not a.volume.begun, "no upload is left at the store")
 
 
+@pytest.mark.quotes(
+    "No store appends, so each `fsync` of a growing file sends the whole file.",
+)
 async def test_a_growing_file_that_is_synced_costs_its_size_each_time_and_no_more(
     world: Any,
 ) -> None:

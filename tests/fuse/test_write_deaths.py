@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import hypothesis.strategies as st
+import pytest
 import trio
 from hypothesis import HealthCheck, given, settings
 
@@ -219,6 +220,10 @@ async def _run(world_type: Any, root: Path, operations: list[Any], deaths: list[
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(operations=st.lists(operation, min_size=1, max_size=12), deaths=deaths)
+@pytest.mark.quotes(
+    "**Whole.** A path has the old file, no file or the whole new one, in the store and for every "
+    "node, whoever dies.",
+)
 def test_deaths_at_any_point_lose_nothing_acknowledged_and_show_nothing_partial(
     world: Any, operations: list[Any], deaths: list[int]
 ) -> None:

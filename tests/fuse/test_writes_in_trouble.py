@@ -18,6 +18,10 @@ KIB = 1 << 10
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.quotes(
+    "ENOSPC, EDQUOT | the disk of the state directory is full, at its reserve or at a quota; a "
+    "`write` that fits in part is short",
+)
 async def test_a_write_that_does_not_fit_is_taken_in_part_or_not_at_all(
     world: Any, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -74,6 +78,9 @@ async def test_a_journal_that_cannot_be_written_is_enospc_before_a_byte_is_taken
     assert world.remote_files()["f"] == b"BASE"
 
 
+@pytest.mark.quotes(
+    "Unsent bytes are in the state directory, and the cache never takes their room.",
+)
 async def test_the_cache_makes_room_for_writes_and_never_takes_it_from_them(world: Any) -> None:
     """The store is down and three files wait while other files fill the cache and leave it."""
     a = await world.node(cache_size_bytes=200 * KIB)
@@ -118,10 +125,14 @@ async def test_a_file_written_beside_and_renamed_over_an_empty_one_is_whole_in_t
     assert not await b.exists("t.part")
 
 
+@pytest.mark.quotes(
+    "Of a stored file above 64 MiB, what is not cached is ESTALE then.",
+)
 async def test_a_large_open_file_is_not_fetched_when_its_name_goes(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is cached is read on; the rest is gone with the store's file."""
+    assert content._KEPT_BYTES == 64 << 20
     monkeypatch.setattr(content, "_KEPT_BYTES", 50 * KIB)
     data, other = os.urandom(200 * KIB), os.urandom(60 * KIB)
     for name in ("removed", "replaced"):

@@ -59,6 +59,9 @@ def volume(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.quotes(
+    "`cp -a`, `mv`, `tar`, `find`, `du`, `touch`, `rm -r` | as on a disk",
+)
 def test_everyday_tools_do_on_the_mount_what_they_do_elsewhere(
     start_mount: Callable[..., Any], volume: Path, tmp_path: Path
 ) -> None:
@@ -93,6 +96,9 @@ def test_everyday_tools_do_on_the_mount_what_they_do_elsewhere(
     assert _tree(volume) == {"new": b""}
 
 
+@pytest.mark.quotes(
+    "Positions of `telldir` stay valid while names come and go, and when the daemon dies.",
+)
 def test_positions_in_a_directory_are_kept_by_seekdir_and_over_a_daemons_death(
     start_mount: Callable[..., Any], volume: Path
 ) -> None:
@@ -148,6 +154,9 @@ def test_what_a_volume_cannot_hold_is_refused_with_the_number_programs_know(
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.quotes(
+    "EROFS | every change below a mount with `--read-only`",
+)
 def test_a_read_only_mount_is_erofs_for_every_change(
     start_mount: Callable[..., Any], volume: Path
 ) -> None:

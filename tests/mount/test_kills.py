@@ -125,6 +125,10 @@ def test_epochs_of_a_data_loader_notice_no_kill(
     print(f"epochs: {NUM_KILLS} kills, worst pause of a read {figures['worst_seconds']:.2f} s")
 
 
+@pytest.mark.quotes(
+    "**Whole.** A path has the old file, no file or the whole new one, in the store and for every "
+    "node, whoever dies.",
+)
 def test_checkpoints_are_whole_through_kills_and_whatever_looks_sees_the_old_or_the_new(
     mount: Any, files_server: Any, work: Callable[..., Work]
 ) -> None:
@@ -180,6 +184,9 @@ def test_writes_that_were_acknowledged_are_in_the_store_after_kills(
     )
 
 
+@pytest.mark.quotes(
+    "`close`, `fsync` | whatever happens to this node",
+)
 def test_after_a_power_cut_the_next_mount_sends_what_was_acknowledged(
     mount: Any, files_server: Any, work: Callable[..., Work], tmp_path: Path
 ) -> None:

@@ -53,6 +53,10 @@ def _statistics(server: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.quotes(
+    "Each copy of a descriptor, by `dup` or `fork`, sends at its `close` what is new, and the "
+    "others write on.",
+)
 def test_a_child_that_exits_closes_nothing_of_its_parents(mount: Any, files_server: Any) -> None:
     """Its copy of the descriptor is closed, which sends what is new, and the parent writes on."""
     _run(
@@ -176,6 +180,10 @@ assert os.system("./script") == 0
     assert (stored / "ran").read_bytes() == b"ran\n"
 
 
+@pytest.mark.quotes(
+    "A file of 48 MiB or more that is written from start to end is sent while it is written.",
+    "It shows at `close` all the same.",
+)
 def test_kills_while_a_large_file_is_written_leave_a_whole_file_and_no_unfinished_upload(
     mount: Any, files_server: Any, wait_until: Any
 ) -> None:
@@ -184,6 +192,8 @@ def test_kills_while_a_large_file_is_written_leave_a_whole_file_and_no_unfinishe
     with path.open("wb", buffering=0) as file:
         for number in range(120):
             assert file.write(blocks[number % 8]) == MIB
+            if number == 46:
+                assert _statistics(files_server)["open_uploads"] == 0
             if number in (60, 90):
                 # Parts are on their way now.
                 wait_until(lambda: _statistics(files_server)["open_uploads"] >= 1, "an upload")
@@ -194,6 +204,11 @@ def test_kills_while_a_large_file_is_written_leave_a_whole_file_and_no_unfinishe
     wait_until(lambda: _statistics(files_server)["open_uploads"] == 0, "their end")
 
 
+@pytest.mark.quotes(
+    "A disk that is full refuses `write` before anything is acknowledged.",
+    "ENOSPC, EDQUOT | the disk of the state directory is full, at its reserve or at a quota; a "
+    "`write` that fits in part is short",
+)
 def test_a_full_staging_disk_is_an_error_of_the_write_and_what_was_taken_is_kept(
     start_mount: Any, files_server: Any, tmp_path: Path
 ) -> None:

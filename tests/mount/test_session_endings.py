@@ -76,6 +76,10 @@ def _leave_unsent(mount) -> int:
     return file
 
 
+@pytest.mark.quotes(
+    "The end of a mount sends them; what it cannot send is named and kept, and the exit status is "
+    "74.",
+)
 def test_a_mount_that_ends_with_bytes_only_here_says_which_and_exits_with_74(start_mount, tmp_path):
     volume = tmp_path / "volume"
     volume.mkdir()
@@ -106,6 +110,10 @@ def test_a_daemon_that_cannot_end_in_time_is_killed_and_its_files_are_named(
     assert "files=['late']" in mount.log
 
 
+@pytest.mark.quotes(
+    "Before Linux 6.9, the death of a daemon ends open files with an error, and new ones can be "
+    "opened.",
+)
 def test_where_no_successor_can_take_over_a_new_mount_takes_the_place(start_mount, tmp_path):
     volume = tmp_path / "volume"
     volume.mkdir()

@@ -182,6 +182,9 @@ def test_a_folder_that_cannot_be_written_is_named(place, disk, option):
     assert said.startswith(f"cannot use {place}/file/folder: not a directory; name another folder")
 
 
+@pytest.mark.quotes(
+    "Reads go on without a cache.",
+)
 def test_a_cache_disk_that_is_full_costs_the_cache_and_not_the_mount(start_mount, disk, place):
     (place / "volume/file").write_bytes(b"content" * 1000)
     (disk / "cache").mkdir()

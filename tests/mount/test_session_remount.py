@@ -71,6 +71,10 @@ def _daemons_of(holder_pid: int) -> list[int]:
     return [int(pid) for pid in text.split()]
 
 
+@pytest.mark.quotes(
+    "When the daemon dies, hangs or is replaced by `trainmount remount`, no system call fails; "
+    "they wait.",
+)
 def test_a_remount_changes_options_and_programs_under_running_readers(served, files_server):
     mount, reader = served
     before = mount.ready()
@@ -159,6 +163,10 @@ def test_a_remount_brings_new_credentials(files_server, start_mount):
     assert (mount.mountpoint / "file").read_text() == "content"
 
 
+@pytest.mark.quotes(
+    "`flock` and `fcntl` locks | in the kernel of one node, over the death of the daemon and "
+    "`trainmount remount`; other nodes do not see them",
+)
 def test_locks_and_waiters_outlive_a_remount_and_a_kill(served, files_server):
     mount, reader = served
     waiting: list[tuple[subprocess.Popen[str], subprocess.Popen[str]]] = []

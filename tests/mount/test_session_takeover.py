@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from trainmount_fuse.session.commands import ask_holder
 from trainmount_fuse.session.mounting import find_mount
 from trainmount_fuse.session.registry import find_record
@@ -16,6 +18,10 @@ from trainmount_fuse.session.registry import find_record
 NUM_KILLS = 6
 
 
+@pytest.mark.quotes(
+    "When the daemon dies, hangs or is replaced by `trainmount remount`, no system call fails; "
+    "they wait.",
+)
 def test_six_kills_of_the_daemon_fail_no_read_and_make_none_wrong(
     start_mount, read_at_random, tmp_path
 ):

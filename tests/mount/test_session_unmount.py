@@ -67,6 +67,9 @@ os.stat(sys.argv[1])
 """
 
 
+@pytest.mark.quotes(
+    "`umount` of a mount that is in use is EBUSY, and the mount serves on.",
+)
 def test_a_mount_that_is_used_is_not_unmounted_and_serves_on(start_mount, tmp_path):
     mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     with _program(IN_DIRECTORY, mount.mountpoint) as program:
@@ -166,6 +169,10 @@ def _is_over(mount) -> bool:
     return mount.process.poll() is not None
 
 
+@pytest.mark.quotes(
+    "When the daemon dies, hangs or is replaced by `trainmount remount`, no system call fails; "
+    "they wait.",
+)
 def test_a_daemon_that_is_stopped_is_replaced_and_programs_only_wait(
     start_mount, read_at_random, tmp_path
 ):

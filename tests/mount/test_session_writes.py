@@ -36,6 +36,10 @@ def volume(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.quotes(
+    "When the daemon dies, hangs or is replaced by `trainmount remount`, no system call fails; "
+    "they wait.",
+)
 def test_six_kills_lose_nothing_that_was_acknowledged_and_fail_no_write(
     start_mount, run_counted, volume
 ):
@@ -62,6 +66,10 @@ def test_a_file_that_is_open_at_a_kill_is_written_to_the_end(start_mount, volume
     assert mount.stop() == 0
 
 
+@pytest.mark.quotes(
+    "The end of a mount sends them; what it cannot send is named and kept, and the exit status is "
+    "74.",
+)
 def test_sigterm_uploads_what_is_written_and_not_closed(start_mount, volume):
     mount = start_mount(f"file://{volume}")
     program = """
@@ -128,6 +136,9 @@ def _wait_unlocked(lock: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
+@pytest.mark.quotes(
+    "PyTorch `DataLoader` | epochs of several workers, while the daemon is killed",
+)
 def test_parallel_readers_of_a_data_loader_notice_no_kill(start_mount, volume, tmp_path):
     for number in range(200):
         (volume / f"{number:03}").write_bytes(number.to_bytes(4, "little") * 5000)

@@ -136,6 +136,11 @@ def _content(version: int, length: int) -> bytes:
 
 
 @pytest.mark.timeout(300 + NUM_OPERATIONS)
+@pytest.mark.quotes(
+    "**Closed is stored.** What `close` or `fsync` has acknowledged is in the store, and no later "
+    "`open` gives an older version.",
+    "No read mixes two versions.",
+)
 def test_every_read_of_two_mounts_is_of_one_whole_version_that_was_not_replaced(pair: Pair) -> None:
     for name in NAMES:
         (pair.volume / name).write_bytes(_content(1, 4096))

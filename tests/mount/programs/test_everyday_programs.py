@@ -47,6 +47,9 @@ def repository(tmp_path, git) -> Path:
     return origin
 
 
+@pytest.mark.quotes(
+    "git | clone, commit, gc, fsck, and a clean status after a remount",
+)
 def test_git_clones_commits_packs_and_checks_and_is_clean_after_a_remount(
     start_mount, files_server, repository, git
 ):
@@ -102,6 +105,9 @@ def test_a_file_that_is_rewritten_by_rename_is_never_read_short(places):
     assert mixed == []
 
 
+@pytest.mark.quotes(
+    "pip | `install --target`, and again with `--upgrade`",
+)
 def test_pip_installs_into_a_folder_and_python_imports_from_it(places, run, tmp_path):
     package = tmp_path / "package"
     (package / "mounted").mkdir(parents=True)
@@ -146,6 +152,9 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.quotes(
+    "sqlite | rollback journal, several writers, one of them killed in a transaction",
+)
 def test_sqlite_keeps_every_committed_row_of_three_writers_and_a_killed_one(places):
     path = places.on_mount / "study.db"
     with sqlite3.connect(path) as database:

@@ -19,6 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 
+@pytest.mark.quotes(
+    "safetensors, `torch.save`, DCP | what is saved is what is loaded; DCP also by two nodes",
+)
 def test_every_way_to_save_gives_back_the_same_tensors(places, run):
     lines = places.both(lambda folder: run("save_program.py", folder)).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["safetensors", "torch", "mapped", "dcp"]
@@ -62,6 +65,9 @@ def on_nodes(folders: list[Path], action: str) -> list[tuple[int, str]]:
         return list(threads.map(rank, range(len(folders))))
 
 
+@pytest.mark.quotes(
+    "safetensors, `torch.save`, DCP | what is saved is what is loaded; DCP also by two nodes",
+)
 def test_a_checkpoint_of_two_nodes_is_whole_for_both_and_for_one(nodes, files_server):
     names = "['.metadata', '__0_0.distcp', '__1_0.distcp']"
     expected = [(0, f"{rank} {names} True\n") for rank in range(2)]
@@ -92,6 +98,9 @@ def test_eight_threads_fault_in_the_pages_of_eight_shards(places):
         assert dict(threads.map(load, range(8))) == expected
 
 
+@pytest.mark.quotes(
+    "`np.memmap` | windows read by eight workers; written, flushed and opened again",
+)
 def test_a_written_memory_map_is_there_when_it_is_opened_again(places):
     shape = (64, 1 << 18)
     path = places.on_mount / "activations.bin"

@@ -24,6 +24,9 @@ def torchrun(run):
     return start
 
 
+@pytest.mark.quotes(
+    "MosaicML Streaming, WebDataset | shards are written, and read by two ranks, as on a disk",
+)
 def test_mds_shards_written_on_a_mount_stream_to_two_ranks_as_from_a_disk(
     places, run, torchrun, streaming_python
 ):
@@ -40,6 +43,9 @@ def test_mds_shards_written_on_a_mount_stream_to_two_ranks_as_from_a_disk(
     assert stored == sorted(path.name for path in (places.on_disk / "mds/train").iterdir())
 
 
+@pytest.mark.quotes(
+    "MosaicML Streaming, WebDataset | shards are written, and read by two ranks, as on a disk",
+)
 def test_tar_shards_are_split_by_node_and_worker_as_on_a_disk(places, run):
     def program(folder: Path) -> list[list[str]]:
         run("webdataset_program.py", "write", folder)
@@ -59,6 +65,9 @@ def test_tar_shards_are_split_by_node_and_worker_as_on_a_disk(places, run):
     assert len(first) == len(second) == 100
 
 
+@pytest.mark.quotes(
+    "`np.memmap` | windows read by eight workers; written, flushed and opened again",
+)
 def test_windows_of_a_memory_map_are_the_same_in_eight_workers(places, run):
     lines = places.both(lambda folder: run("memmap_program.py", folder).splitlines())
     assert len(lines) == 128
