@@ -66,11 +66,17 @@ class Content:
         truncates = bool(flags & os.O_TRUNC)
         if truncates or flags & os.O_ACCMODE != os.O_RDONLY:
             core.require_writable()
-        if core.unsent(inode) is None:
-            await self._validate(inode, truncates=truncates)
-        if not core.handles.is_open(inode.ino):
-            await self._reading.settle(inode.ino)
-            await self._drop_doubtful(inode)
+        while True:
+            if core.unsent(inode) is None:
+                await self._validate(inode, truncates=truncates)
+            if not core.handles.is_open(inode.ino):
+                await self._reading.settle(inode.ino)
+                await self._drop_doubtful(inode)
+            if inode.ino not in core.leaving or core.staged(inode) is not None:
+                break
+            # Too late to keep its bytes for this handle: what comes of its name decides.
+            async with inode.lock:
+                pass
         handle = core.handles.open(inode.ino, flags)
         if handle.is_writable:
             # After the handle, so that no push begins; before its first write, which a push would
@@ -181,10 +187,8 @@ class Content:
         not wait for gigabytes to come. The inode's lock is held.
         """
         core = self._core
-        if not core.handles.is_open(inode.ino):
-            return
         core.leaving.add(inode.ino)
-        if core.staged(inode) is not None:
+        if core.staged(inode) is not None or not core.handles.is_open(inode.ino):
             return
         if inode.stat is None or inode.stat.size_bytes > _KEPT_BYTES:
             return

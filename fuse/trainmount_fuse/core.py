@@ -70,8 +70,8 @@ class Core:
     """
 
     leaving: set[int] = field(default_factory=set)
-    """Open files whose names are being taken away, and whose bytes are kept here for their handles:
-    what the store has at the name meanwhile is not theirs.
+    """Files whose names are being taken away. The bytes of those that are open are kept here: what
+    the store has at the name meanwhile is not theirs. An open of another waits.
     """
 
     def directory(self, ino: int) -> Inode:

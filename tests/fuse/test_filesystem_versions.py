@@ -196,3 +196,37 @@ async def test_a_file_made_where_a_directory_was_survives_a_listing_from_before(
     assert {name: one.is_directory for name, one in (await node.entries()).items()} == {"e": False}
     await node.close(handle)
     assert world.remote_files() == {"e": b"bytes"}
+
+
+async def test_an_open_while_the_name_is_given_to_another_file_gets_one_of_both_whole(
+    world: Any,
+) -> None:
+    node = await world.node()
+    await node.write("f", b"old" * 100)
+    await node.write("f.part", b"new" * 100)
+    target = node.fs.core.inodes.get((await node.stat("f")).ino)
+    token = trio.lowlevel.current_trio_token()
+    read: list[bytes] = []
+
+    async def open_and_read() -> None:
+        handle = await node.open("f")
+        await is_renamed.wait()
+        read.append(await node.read_handle(handle))
+        await node.close(handle)
+
+    async def until_it_waits() -> None:
+        nursery.start_soon(open_and_read)
+        with trio.fail_after(30):
+            while not target.lock.statistics().tasks_waiting:
+                await trio.sleep(0.001)
+
+    def fault(operation: str, path: str) -> None:
+        if operation == "rename":
+            trio.from_thread.run(until_it_waits, trio_token=token)
+
+    is_renamed = trio.Event()
+    node.volume.fault = fault
+    async with trio.open_nursery() as nursery:
+        await node.rename("f.part", "f")
+        is_renamed.set()
+    assert read == [b"new" * 100]

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from tests.mount.conftest import wait_until
+from tests.mount.kills_worker import WORD_BYTES
 
 NUM_KILLS = int(os.environ.get("TRAINMOUNT_TEST_KILLS", "3"))
 """Of each kind. A mount gives up after 60 deaths in ten minutes."""
@@ -139,34 +140,42 @@ def test_checkpoints_are_whole_through_kills_and_whatever_looks_sees_the_old_or_
     print(f"checkpoints: {NUM_KILLS} kills, {figures}")
 
 
-NOTHING = ""
+Content = tuple[str, int]
+"""The word that a file repeats, in hexadecimal, and its length in bytes."""
+
+NOTHING: Content = ("", 0)
 
 
-def _acknowledged(log: Path) -> dict[str, set[str]]:
-    """The digests that each file may have: the acknowledged one, and those begun since."""
-    allowed: dict[str, set[str]] = {}
+def _acknowledged(log: Path) -> dict[str, list[Content]]:
+    """What each file may have: the acknowledged content first, then those begun since."""
+    allowed: dict[str, list[Content]] = {}
     for line in log.read_text().splitlines():
-        what, name, digest = json.loads(line)
+        what, name, word, length = json.loads(line)
         if what == "begin":
-            allowed.setdefault(name, {NOTHING}).add(digest)
+            allowed.setdefault(name, [NOTHING]).append((word, length))
         else:
-            allowed[name] = {digest}
+            allowed[name] = [(word, length)]
     return allowed
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def _content(path: Path) -> Content:
+    data = path.read_bytes() if path.exists() else b""
+    word = data[:WORD_BYTES]
+    is_whole = data == word * (len(data) // WORD_BYTES) + word[: len(data) % WORD_BYTES]
+    return (word.hex() if is_whole else "a mixture", len(data))
+
+
+def _wrong(volume: Path, allowed: dict[str, list[Content]]) -> dict[str, Content]:
+    """Files that have neither what was acknowledged nor, where one was begun since, a part of it:
+    what a disk has after a power cut.
+    """
+    found = {name: _content(volume / name) for name in allowed}
     return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.iterdir()
-        if not path.name.startswith(".")
+        name: (word, length)
+        for name, (word, length) in found.items()
+        if (word, length) != allowed[name][0]
+        and not any(length <= whole and word in ("", one) for one, whole in allowed[name][1:])
     }
-
-
-def _lost(volume: Path, allowed: dict[str, set[str]]) -> list[str]:
-    """Files that have not what was acknowledged, nor what was begun afterwards."""
-    found = _digests(volume)
-    assert set(found) <= set(allowed)
-    return [name for name, one in allowed.items() if found.get(name, NOTHING) not in one]
 
 
 def test_writes_that_were_acknowledged_are_in_the_store_after_kills(
@@ -177,7 +186,7 @@ def test_writes_that_were_acknowledged_are_in_the_store_after_kills(
     _kill_often(mount, writing, rounds_between=3)
     figures = writing.finish()
     allowed = _acknowledged(log)
-    assert {name: {digest} for name, digest in _digests(files_server.volume).items()} == allowed
+    assert {name: [_content(files_server.volume / name)] for name in allowed} == allowed
     print(
         f"writes: {NUM_KILLS} kills, {writing.num_rounds} files, longest"
         f" {figures['worst_seconds']:.2f} s"
@@ -200,7 +209,7 @@ def test_after_a_power_cut_the_next_mount_sends_what_was_acknowledged(
         mount.process.wait()
         # Its programs are lost with the machine.
         writing.kill()
-        assert _lost(files_server.volume, _acknowledged(log)) == []
+        assert _wrong(files_server.volume, _acknowledged(log)) == {}
         mount.ready_file.unlink()
         mount.start()
         mount.wait_ready()
@@ -208,4 +217,4 @@ def test_after_a_power_cut_the_next_mount_sends_what_was_acknowledged(
     writing.wait_for_more(12)
     writing.finish()
     assert mount.stop() == 0
-    assert _lost(files_server.volume, _acknowledged(log)) == []
+    assert _wrong(files_server.volume, _acknowledged(log)) == {}
