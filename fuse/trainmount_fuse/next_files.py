@@ -2,8 +2,10 @@
 
 Programs read directories in the order of their names, or of a listing, which in a store is the
 same; several processes take turns, so the order is only roughly kept. What was guessed and then
-read lets more be guessed; a file that is read although others were guessed lets less. Only names
-that a listing has told are guessed. State of the event loop's thread.
+read lets more be guessed; a file that is read although others were guessed lets less. Programs also
+read every file of a directory in an order that they drew: where a good part of one was read like
+that, the others are guessed, in any order. Only names that a listing has told are guessed. State of
+the event loop's thread.
 """
 
 from __future__ import annotations
@@ -29,6 +31,20 @@ _MAX_WINDOW_FILES: Final = 64
 _NEAR: Final = 64
 """Places in the order by which processes that take turns may be apart."""
 
+_SCATTERED_SHARE: Final = 8
+_MIN_SCATTERED_FILES: Final = 16
+"""Who has read one part in so many of a directory here and there, and at least so many files, is
+taken to go through all of it.
+"""
+
+_GUESSED_OF_READ: Final = 2
+"""So many times the bytes that were read here and there may be fetched and not read yet: what a
+program wastes that stops is in proportion to what it used.
+"""
+
+_MAX_SCATTERED_AT_ONCE: Final = 8
+"""With each file whose reading begins."""
+
 
 @dataclass(slots=True)
 class Folder:
@@ -49,6 +65,27 @@ class Folder:
     scheduled_until: int = 0
     window_files: int = 0
 
+    was_read: bytearray = field(default_factory=bytearray)
+    """By place, whether the reading of the file has begun."""
+
+    num_read: int = 0
+    read_bytes: int = 0
+    num_scattered: int = 0
+    """Readings that began away from the one before."""
+
+    scattered: dict[str, int] = field(default_factory=dict)
+    """As `expected`, of files guessed in no order."""
+
+    scattered_streams: Streams = field(default_factory=Streams)
+    scattered_bytes: int = 0
+    scattered_until: int = 0
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether its files are read in no order, and many of them."""
+        enough = max(_MIN_SCATTERED_FILES, len(self.names) // _SCATTERED_SHARE)
+        return self.num_read >= enough and 2 * self.num_scattered > self.num_read
+
 
 class NextFiles:
     """Guesses for the directories that are being read."""
@@ -67,12 +104,17 @@ class NextFiles:
         place = None if folder is None else folder.places.get(name)
         if folder is None or place is None:
             return None
+        if not folder.was_read[place]:
+            folder.was_read[place] = 1
+            folder.num_read += 1
+            folder.read_bytes += entries[name].size_bytes if name in entries else 0
         is_near = folder.next_place >= 0 and abs(place - folder.next_place) <= _NEAR
         if name in folder.expected:
             folder.window_files = min(_MAX_WINDOW_FILES, 2 * folder.window_files)
         elif is_near:
             folder.window_files = max(folder.window_files, _FIRST_WINDOW_FILES)
         else:
+            folder.num_scattered += 1
             folder.window_files //= 4
             folder.scheduled_until = 0
         folder.next_place = max(folder.next_place, place + 1) if is_near else place + 1
@@ -81,6 +123,12 @@ class NextFiles:
     def find(self, directory_ino: int) -> Folder | None:
         """The folder, where the reading of a file in it has begun."""
         return self._folders.get(directory_ino)
+
+    def give_up(self) -> None:
+        """Fetch nothing of what is under way."""
+        for folder in self._folders.values():
+            folder.streams.cancelled.set()
+            folder.scattered_streams.cancelled.set()
 
     def wanted(self, folder: Folder) -> list[str]:
         """Names to fetch now, in order."""
@@ -95,12 +143,41 @@ class NextFiles:
         if num_bytes:
             folder.expected[name] = num_bytes
 
+    def scattered(self, folder: Folder, max_bytes: int) -> list[str]:
+        """Names to fetch now where files are read in no order; `max_bytes` may be fetched and not
+        read yet.
+        """
+        max_bytes = min(max_bytes, _GUESSED_OF_READ * folder.read_bytes)
+        if not folder.is_scattered or folder.scattered_bytes >= max_bytes:
+            return []
+        found: list[str] = []
+        place = folder.scattered_until
+        while place < len(folder.names) and len(found) < _MAX_SCATTERED_AT_ONCE:
+            name = folder.names[place]
+            if not folder.was_read[place] and name not in folder.expected:
+                found.append(name)
+            place += 1
+        if not found:
+            folder.scattered_until = place
+        return found
+
+    def note_scattered(self, folder: Folder, name: str, num_bytes: int) -> None:
+        """The file is being fetched, or is here already where `num_bytes` is 0."""
+        folder.scattered_until = folder.places[name] + 1
+        if num_bytes:
+            folder.scattered[name] = num_bytes
+            folder.scattered_bytes += num_bytes
+
     def take_used(self, folder: Folder, name: str) -> int:
         """Bytes that were fetched of a file that is read now."""
-        return folder.expected.pop(name, 0)
+        guessed = folder.scattered.pop(name, 0)
+        folder.scattered_bytes -= guessed
+        return guessed + folder.expected.pop(name, 0)
 
     def take_passed(self, folder: Folder) -> int:
         """Bytes of files that were guessed and that the readers have passed by or turned from."""
+        if not folder.expected:
+            return 0
         if not folder.window_files:
             wasted = sum(folder.expected.values())
             folder.expected.clear()
@@ -124,8 +201,11 @@ class NextFiles:
             if folder is None or folder.names != names:
                 places = {name: place for place, name in enumerate(names)}
                 folder = self._folders[directory_ino] = Folder(listed_at, names, places)
+                folder.was_read = bytearray(len(names))
                 if len(self._folders) > _MAX_FOLDERS:
-                    self._folders.popitem(last=False)[1].streams.cancelled.set()
+                    _ino, oldest = self._folders.popitem(last=False)
+                    oldest.streams.cancelled.set()
+                    oldest.scattered_streams.cancelled.set()
             folder.listed_at = listed_at
         if folder is not None:
             self._folders.move_to_end(directory_ino)

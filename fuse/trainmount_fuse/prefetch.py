@@ -33,6 +33,11 @@ _PIECES_OF_WINDOW: Final = 8
 _MIN_PIECE_BYTES: Final = 1 << 20
 _MAX_LIVE: Final = 512
 
+_FILES_PER_THREAD: Final = 4
+"""Whole small files are fetched by so many times as many threads as ranges of large ones: what they
+wait for is the store's latency, and all of them together take less memory than one large range.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStatistics:
@@ -88,7 +93,10 @@ class Prefetcher:
         self._block_size_bytes = block_size_bytes
         self._max_queued = 4 * num_threads
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="prefetch")
+        self._max_files = _FILES_PER_THREAD * num_threads
+        self._file_executor = ThreadPoolExecutor(self._max_files, thread_name_prefix="next-file")
         self._num_queued = 0
+        self._num_files = 0
         self._lock = threading.Lock()
         self._live: dict[int, Streams] = {}
         self._prefetched_bytes = self._used_bytes = self._wasted_bytes = 0
@@ -128,8 +136,17 @@ class Prefetcher:
         """Fetch the first bytes of a file that nobody has opened yet; false where the threads have
         enough to do.
         """
+        with self._lock:
+            if self._num_files >= self._max_files:
+                return False
+            self._num_files += 1
+            self._prefetched_bytes += size_bytes
+        self._cache.retain(file)
         job = _Job(streams, file, fetch_with, None)
-        return self._submit_all(job, 0, size_bytes, self._fetch_bytes) == size_bytes
+        last = (size_bytes - 1) // self._block_size_bytes
+        future = self._file_executor.submit(self._fill, job, 0, last)
+        future.add_done_callback(lambda _future: self._file_ended(file))
+        return True
 
     def note_used(self, num_bytes: int) -> None:
         """Of what `fetch_file` fetched, so much is being read."""
@@ -151,12 +168,13 @@ class Prefetcher:
                 wasted_bytes=self._wasted_bytes,
                 pushed_bytes=self.pushes.pushed_bytes,
                 num_refused_pushes=self.pushes.num_refused,
-                num_queued=self._num_queued,
+                num_queued=self._num_queued + self._num_files,
             )
 
     def close(self) -> None:
         """Stop; ranges under way are given up by their cancel events or end by themselves."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._file_executor.shutdown(wait=True, cancel_futures=True)
 
     def _piece_bytes(self, window_bytes: int) -> int:
         block = self._block_size_bytes
@@ -216,6 +234,11 @@ class Prefetcher:
         self._cache.release(file)
         with self._lock:
             self._num_queued -= 1
+
+    def _file_ended(self, file: BlockFile) -> None:
+        self._cache.release(file)
+        with self._lock:
+            self._num_files -= 1
 
     def _fill(self, job: _Job, first: int, last: int) -> None:
         cancelled = job.streams.cancelled

@@ -15,7 +15,7 @@ from typing import Final
 
 import trio
 
-from trainmount_files.errors import NotFound, PreconditionFailed, VolumeError
+from trainmount_files.errors import Cancelled, NotFound, PreconditionFailed, VolumeError
 from trainmount_files.volume import ByteRange, FileStat
 from trainmount_fuse.block_file import BlockFile
 from trainmount_fuse.blocks import Fetch
@@ -24,6 +24,7 @@ from trainmount_fuse.handles import Handle
 from trainmount_fuse.inodes import Inode, Link
 from trainmount_fuse.next_files import NextFiles
 from trainmount_fuse.push import Pages, StorePages
+from trainmount_fuse.read_patterns import Streams
 from trainmount_fuse.workers import Workers
 
 __all__ = ["Reading"]
@@ -36,6 +37,11 @@ _MAX_STORE_READS: Final = 256
 _MAX_STORE_READS_OF_A_FILE: Final = 8
 """As many ranges at once carry all that one connection to a store can; more would only keep other
 files waiting where the store is silent.
+"""
+
+_SCATTERED_SHARE: Final = 4
+"""Of the cache, one part in so many may hold files of a directory that were guessed in no order and
+not read yet: others are not thrown out for guesses.
 """
 
 _SAME_FAILURE_SECONDS: Final = 1.0
@@ -70,6 +76,7 @@ class Reading:
 
         self._next_files = NextFiles()
         self._store_workers = Workers(_MAX_STORE_READS)
+        self._ending = threading.Event()
 
     async def read(self, handle: Handle, offset: int, size: int) -> bytes | bytearray:
         """The bytes there are of the range, all of one version. Raises VolumeError, OSError."""
@@ -123,6 +130,14 @@ class Reading:
         for pages in self._closing.pop(ino, ()):
             if pages.is_busy:
                 await self._core.workers.call(pages.wait)
+
+    def give_up(self) -> None:
+        """Nobody waits for the store's bytes any more: reads that do are EIO. The mount ends."""
+        self._ending.set()
+        handles = self._core.handles
+        for fh in handles.open_fhs():
+            handles.get(fh).streams.cancelled.set()
+        self._next_files.give_up()
 
     def fetch_with(self, stat: FileStat, cancel: threading.Event | None) -> Fetch:
         """Fills buffers from this version of the file, until `cancel` is set."""
@@ -202,20 +217,35 @@ class Reading:
         core.prefetcher.note_wasted(files.take_passed(folder))
         room = core.prefetcher.max_bytes - sum(folder.expected.values())
         for name in files.wanted(folder) if is_near_end else ():
-            stat = entries.get(name)
-            if room <= 0 or stat is None or stat.is_directory:
+            num_bytes = self._fetch_file(folder.streams, entries.get(name), room)
+            if num_bytes is None:
                 return
-            file = core.blocks.open(file_key(stat))
-            num_bytes = min(stat.size_bytes, core.settings.prefetch_fetch_bytes)
-            is_here = file.has(0, (num_bytes - 1) // core.settings.block_size_bytes)
-            is_asked = is_here or core.prefetcher.fetch_file(
-                folder.streams, file, num_bytes, partial(self.fetch_with, stat)
-            )
-            core.blocks.release(file)
-            if not is_asked:
-                return
-            files.note_asked(folder, name, 0 if is_here else num_bytes)
+            files.note_asked(folder, name, num_bytes)
             room -= num_bytes
+        max_scattered = core.settings.cache_size_bytes // _SCATTERED_SHARE if is_first else 0
+        for name in files.scattered(folder, max_scattered) if core.prefetcher.max_bytes else ():
+            num_bytes = self._fetch_file(folder.scattered_streams, entries.get(name), max_scattered)
+            if num_bytes is None:
+                return
+            files.note_scattered(folder, name, num_bytes)
+
+    def _fetch_file(self, streams: Streams, stat: FileStat | None, room: int) -> int | None:
+        """Have the first bytes of a file fetched; how many, 0 where they are here already, None
+        where nothing more can be fetched now.
+        """
+        core = self._core
+        if room <= 0 or stat is None or stat.is_directory:
+            return None
+        file = core.blocks.open(file_key(stat))
+        try:
+            num_bytes = min(stat.size_bytes, core.settings.prefetch_fetch_bytes)
+            if file.has(0, (num_bytes - 1) // core.settings.block_size_bytes):
+                return 0
+            fetch_with = partial(self.fetch_with, stat)
+            is_asked = core.prefetcher.fetch_file(streams, file, num_bytes, fetch_with)
+            return num_bytes if is_asked else None
+        finally:
+            core.blocks.release(file)
 
     async def _read_slowly(
         self, inode: Inode, stat: FileStat, opened: _OpenFile, offset: int, size: int
@@ -225,7 +255,7 @@ class Reading:
         _raise_same_failure(opened, offset)
         block = core.settings.block_size_bytes
         is_here = opened.file.has(offset // block, (offset + size - 1) // block)
-        fetch = self.fetch_with(stat, None)
+        fetch = self.fetch_with(stat, self._ending)
         read = partial(core.blocks.read, opened.file, offset, size, fetch)
         pages = opened.pages
         core.blocks.retain(opened.file)
@@ -240,6 +270,8 @@ class Reading:
         except (PreconditionFailed, NotFound) as error:
             core.doubt(inode)
             raise OSError(errno.ESTALE, str(error)) from error
+        except Cancelled as error:
+            raise OSError(errno.EIO, "the mount ends") from error
         except (VolumeError, OSError) as error:
             now = time.monotonic()
             if now - began > _SAME_FAILURE_SECONDS:

@@ -80,6 +80,27 @@ async def test_files_that_are_read_at_random_have_hardly_any_others_fetched(worl
     assert node.volume.calls["read"] <= 60 + 30
 
 
+async def test_who_reads_much_of_a_directory_in_no_order_finds_the_rest_fetched(world: Any) -> None:
+    node = await world.node()
+    contents = {f"{number:03}": os.urandom(8 * KIB) for number in range(400)}
+    for name, content in contents.items():
+        (world.remote / name).write_bytes(content)
+    await node.entries()
+    order = random.Random(7).sample(list(contents), 400)
+    for name in order[:100]:
+        assert await node.read(name) == contents[name]
+    core = node.fs.core
+    await node.settled(lambda: core.prefetcher.statistics().num_queued == 0, "nothing is fetched")
+    # Twice as many as were read, and a window of those that came next by chance.
+    assert 150 < node.volume.calls["read"] <= 3 * 100 + 64
+    for name in order[100:]:
+        assert await node.read(name) == contents[name]
+    assert sum(len(one) for one in node.volume.fetched_ranges) == 400 * 8 * KIB
+    figures = core.prefetcher.statistics()
+    assert figures.used_bytes == figures.prefetched_bytes >= 200 * 8 * KIB
+    assert figures.wasted_bytes == 0
+
+
 async def test_a_silent_store_holds_up_neither_names_nor_bytes_that_are_here(world: Any) -> None:
     node = await world.node(num_worker_threads=2)
     (world.remote / "here").write_bytes(b"h" * 8 * KIB)
