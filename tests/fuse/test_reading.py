@@ -97,8 +97,9 @@ async def test_who_reads_much_of_a_directory_in_no_order_finds_the_rest_fetched(
         assert await node.read(name) == contents[name]
     assert sum(len(one) for one in node.volume.fetched_ranges) == 400 * 8 * KIB
     figures = core.prefetcher.statistics()
-    assert figures.used_bytes == figures.prefetched_bytes >= 200 * 8 * KIB
-    assert figures.wasted_bytes == 0
+    assert figures.used_bytes >= 200 * 8 * KIB
+    # Some were given up as next ones, before all were wanted.
+    assert figures.used_bytes + figures.wasted_bytes == figures.prefetched_bytes
 
 
 async def test_a_silent_store_holds_up_neither_names_nor_bytes_that_are_here(world: Any) -> None:
