@@ -63,6 +63,17 @@ class BufferPool:
                 return idle.pop()
         return Buffer(size)
 
+    def try_take(self, size_bytes: int) -> Buffer | None:
+        """One of exactly that size, with its share of the mount's memory; none where a new one has no
+        room.
+        """
+        with self._lock:
+            idle = self._idle.get(size_bytes)
+            if idle:
+                self._idle_bytes -= size_bytes
+                return idle.pop()
+        return Buffer(size_bytes) if self._memory.try_take(size_bytes) else None
+
     def put_back(self, buffer: Buffer) -> None:
         """Nobody looks at the buffer any more: the next `take` may give it to somebody else."""
         size = buffer.size_bytes

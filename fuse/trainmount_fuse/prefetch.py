@@ -27,9 +27,6 @@ log = logging.getLogger(__name__)
 FetchWith = Callable[[threading.Event], Fetch]
 """How to fetch from a version of a file until the event is set."""
 
-_PIECES_OF_WINDOW: Final = 8
-"""A small window is fetched in as many ranges at once as a large one."""
-
 _MIN_PIECE_BYTES: Final = 1 << 20
 _MAX_LIVE: Final = 512
 
@@ -124,10 +121,16 @@ class Prefetcher:
             self._submit_all(job, start, min(stop, file_end), self._fetch_bytes)
         start, end = streams.window_ahead(stream)
         end = min(end, file_end)
-        piece = self._piece_bytes(stream.window_bytes)
-        # Small steps would ask for small ranges; wait until a whole one is due, or the file ends.
-        if end - start >= piece // 2 or end == file_end or start == stream.next_offset:
-            stream.scheduled_until = self._submit_all(job, start, end, piece)
+        piece = self._piece_bytes(end - stream.next_offset)
+        # Whole pieces, asked for when half of one is due: each range costs a request, a push and a
+        # write, and memory of its size is used again by the next.
+        end = min(file_end, (end + piece // 2) // piece * piece)
+        while start < end:
+            piece = self._piece_bytes(start - stream.next_offset)
+            stop = min(end, (start // piece + 1) * piece)
+            if not self._submit(job, start, stop):
+                break
+            start = stream.scheduled_until = stop
         return max(0, stream.next_offset + stream.window_bytes - file_end)
 
     def fetch_file(
@@ -176,9 +179,12 @@ class Prefetcher:
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._file_executor.shutdown(wait=True, cancel_futures=True)
 
-    def _piece_bytes(self, window_bytes: int) -> int:
+    def _piece_bytes(self, distance_bytes: int) -> int:
+        """What is asked for at once so far ahead of the reader. Ranges under way share the line, so
+        the nearer one is, the smaller it is and the sooner it comes: 1, 2, 4, 8 MiB.
+        """
         block = self._block_size_bytes
-        wanted = max(_MIN_PIECE_BYTES, window_bytes // _PIECES_OF_WINDOW)
+        wanted = 1 << ((distance_bytes + _MIN_PIECE_BYTES).bit_length() - 1)
         return max(block, min(self._fetch_bytes, wanted) // block * block)
 
     def _note_read(self, streams: Streams, offset: int, size: int) -> None:

@@ -20,9 +20,14 @@ forward.
 """
 
 _FIRST_WINDOW_BYTES: Final = 2 << 20
+_FIRST_READS_AHEAD: Final = 32
+"""Of a reader of first bytes. The kernel asks for more at once the larger a program's reads are:
+16 KiB for a header, 1 MiB for who copies.
+"""
+
 _GROWTH: Final = 4
-"""64 MiB are reached with the fourth read: doubling took as long as a tenth of a GiB from a store
-with 20 ms latency.
+"""64 MiB are reached with the second read of a MiB: doubling took as long as a tenth of a GiB from
+a store with 20 ms latency.
 """
 
 _SHORT_READS: Final = 4
@@ -88,7 +93,8 @@ class Streams:
             stream.stop = offset + self._length()
         elif offset == 0:
             # Most readers of a first byte want the rest.
-            stream.window_bytes = min(max_bytes, _FIRST_WINDOW_BYTES)
+            wanted = max(_FIRST_WINDOW_BYTES, _FIRST_READS_AHEAD * size)
+            stream.window_bytes = min(max_bytes, wanted)
         self.streams.append(stream)
         del self.streams[:-_MAX_STREAMS]
         return stream

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import xxhash
 
 from trainmount_fuse.block_file import BlockFile, HeldRange
-from trainmount_fuse.buffers import BufferPool, padded_size
+from trainmount_fuse.buffers import Buffer, BufferPool, padded_size
 from trainmount_fuse.cache_table import BlockKey, Place
 from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.shared_cells import SharedCells
@@ -31,10 +31,8 @@ log = logging.getLogger(__name__)
 _MAX_BATCH: Final = 256
 """Ranges written at once: small files come by the hundred, and one call takes them all."""
 
-_SHARE_OF_MEMORY: Final = 2
-"""Read-ahead has one part in so many of the mount's memory, so that readers and uploads find
-theirs.
-"""
+_SHARE_OF_MEMORY: Final = 0.75
+"""Of the mount's memory, for read-ahead: readers and uploads find theirs in the rest."""
 
 _UNREAD_SECONDS: Final = 2.0
 """How long a range that is on disk stays in memory for a reader that has not come yet."""
@@ -43,10 +41,12 @@ _TIDY_SECONDS: Final = 1.0
 _ROOM_SECONDS: Final = 10.0
 """How long read-ahead waits for memory."""
 
-_PATIENCE_SECONDS: Final = 0.1
-"""How long read-ahead waits for the disk before a range that was read is lost. With 8 ranges of
-8 MiB under way, a disk that takes 640 MB/s loses none, and a slower one slows reading to that.
+_PATIENCE_SECONDS_A_BYTE: Final = 0.1 / (8 << 20)
+"""How long read-ahead waits for the disk before a range that was read is lost. With 8 ranges under
+way, a disk that takes 640 MB/s loses none, and a slower one slows reading to that.
 """
+
+_POLL_SECONDS: Final = 0.025
 
 _LOG_SECONDS: Final = 60.0
 
@@ -136,7 +136,7 @@ class WriteBehind:
 
         self._cells = cells
         self._memory = memory
-        self._max_bytes = memory.statistics().limit_bytes // _SHARE_OF_MEMORY
+        self._max_bytes = int(memory.statistics().limit_bytes * _SHARE_OF_MEMORY)
         # Guards everything below and the ranges. Taken before a file's lock, never after it.
         self._changed = threading.Condition()
         # In the order of their coming; the oldest is written, and let go, first.
@@ -168,11 +168,13 @@ class WriteBehind:
         """
         num_bytes = file.offset_of(last) + file.length_of(last) - file.offset_of(first)
         size = self.pool.size_for(num_bytes)
-        if not self._try_take(size, is_ahead=is_ahead):
+        buffer = self._try_take(size, is_ahead=is_ahead)
+        if buffer is None:
             self._memory.take(size)
             with self._changed:
                 self._held_bytes += size
-        held = HeldRange(file, first, last, self.pool.take(num_bytes))
+            buffer = Buffer(size)
+        held = HeldRange(file, first, last, buffer)
         held.is_ahead = is_ahead
         return held
 
@@ -255,26 +257,29 @@ class WriteBehind:
         if self._cells is not None:
             self._writer.join()
 
-    def _try_take(self, size: int, *, is_ahead: bool) -> bool:
+    def _try_take(self, size: int, *, is_ahead: bool) -> Buffer | None:
         start = time.monotonic()
         with self._changed:
             while True:
                 is_beyond = self._held_bytes and self._held_bytes + size > self._max_bytes
-                if not (is_ahead and is_beyond) and self._memory.try_take(size):
-                    self._held_bytes += size
-                    return True
-                if not (is_ahead and is_beyond) and self.pool.idle_bytes:
-                    self.pool.trim()
-                    continue
+                if not (is_ahead and is_beyond):
+                    buffer = self.pool.try_take(size)
+                    if buffer is not None:
+                        self._held_bytes += size
+                        return buffer
+                    if self.pool.idle_bytes:
+                        self.pool.trim()
+                        continue
                 waited_seconds = time.monotonic() - start
-                if self._make_room(can_lose=not is_ahead or waited_seconds > _PATIENCE_SECONDS):
+                is_patient = is_ahead and waited_seconds < size * _PATIENCE_SECONDS_A_BYTE
+                if self._make_room(can_lose=not is_patient):
                     continue
                 if not is_ahead:
-                    return False
+                    return None
                 if waited_seconds > _ROOM_SECONDS:
                     raise OSError(errno.ENOSPC, "no memory for read-ahead")
                 # Memory that others give back wakes nobody here.
-                self._changed.wait(_PATIENCE_SECONDS / 4)
+                self._changed.wait(_POLL_SECONDS)
 
     def _make_room(self, *, can_lose: bool) -> bool:
         """Let one range go that nobody misses now; one not written yet only where it may be

@@ -40,20 +40,20 @@ class Kernel:
 class Bench:
     """A file of random bytes, and what is between it and its readers."""
 
-    def __init__(self, folder: Path, size_bytes: int) -> None:
+    def __init__(self, folder: Path, size_bytes: int, fetch_bytes: int = MIB) -> None:
         self.data = os.urandom(size_bytes)
         self.cache = BlockCache(
             folder,
             capacity_bytes=256 * MIB,
             block_size_bytes=BLOCK,
-            max_fetch_bytes=MIB,
+            max_fetch_bytes=fetch_bytes,
             free_disk_floor_bytes=0,
             memory=MemoryBudget(),
         )
         self.prefetcher = Prefetcher(
             self.cache,
-            max_bytes=8 * MIB,
-            fetch_bytes=MIB,
+            max_bytes=8 * fetch_bytes,
+            fetch_bytes=fetch_bytes,
             block_size_bytes=BLOCK,
             num_threads=2,
         )
@@ -87,11 +87,11 @@ class Bench:
 
 
 @pytest.fixture
-def make_bench(tmp_path: Path) -> Iterator[Callable[[int], Bench]]:
+def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def make(size_bytes: int) -> Bench:
-        made.append(Bench(tmp_path, size_bytes))
+    def make(size_bytes: int, **options: int) -> Bench:
+        made.append(Bench(tmp_path, size_bytes, **options))
         return made[-1]
 
     yield make
@@ -160,14 +160,27 @@ def test_no_range_is_put_into_the_pages_twice_unless_the_kernel_asks_for_it(
     assert not bench.pages.ask(32, 40)
 
 
+def test_ranges_are_whole_and_larger_the_farther_ahead_they_are(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(64 * MIB, fetch_bytes=8 * MIB)
+    streams = Streams()
+    for offset in range(0, 48 * MIB, MIB):
+        bench.prefetcher.advance(streams, bench.file, offset, MIB, bench.fetch_with)
+        bench.wait_idle()
+    ranges = sorted((one.start // MIB, one.end // MIB) for one in bench.asked)
+    assert ranges[:4] == [(1, 2), (2, 4), (4, 8), (8, 16)]
+    assert ranges[4:] == [(start, start + 8) for start in range(16, 64, 8)]
+
+
 def test_a_handle_that_is_closed_leaves_what_it_did_not_read_as_wasted(
     make_bench: Callable[[int], Bench],
 ) -> None:
     bench = make_bench(16 * MIB)
     streams = Streams()
-    bench.prefetcher.advance(streams, bench.file, 0, MIB, bench.fetch_with)
+    bench.prefetcher.advance(streams, bench.file, 0, 64 << 10, bench.fetch_with)
     streams.cancelled.set()
-    assert bench.prefetcher.statistics().wasted_bytes == 2 * MIB
+    assert bench.prefetcher.statistics().wasted_bytes == 2 * MIB - (64 << 10)
     assert bench.prefetcher.statistics().used_bytes == 0
 
 
@@ -252,4 +265,4 @@ def test_a_push_may_wait_for_a_reader_of_the_same_bytes(make_bench: Callable[[in
     bench.prefetcher.advance(Streams(), bench.file, 0, MIB, bench.fetch_with, pages)
     bench.wait_idle()
     assert read[: 2 * MIB] == bench.data[MIB : 3 * MIB]
-    assert sum(len(one) for one in bench.asked) == 2 * MIB
+    assert sum(len(one) for one in bench.asked) == 3 * MIB

@@ -9,17 +9,25 @@ MIB = 1 << 20
 
 def test_the_window_grows_with_each_read_that_goes_on_and_stops_at_its_bound() -> None:
     streams = Streams()
-    windows = [streams.follow(n * MIB, MIB, 64 * MIB).window_bytes // MIB for n in range(6)]
-    assert windows == [2, 8, 32, 64, 64, 64]
+    small = [streams.follow(n << 16, 1 << 16, 64 * MIB).window_bytes // MIB for n in range(6)]
+    assert small == [2, 8, 32, 64, 64, 64]
+
+
+def test_who_reads_much_at_once_from_the_start_has_more_fetched_ahead_at_once() -> None:
+    windows = {
+        size: Streams().follow(0, size << 10, 64 * MIB).window_bytes // MIB
+        for size in (4, 64, 128, 256, 1024, 4096)
+    }
+    assert windows == {4: 2, 64: 2, 128: 4, 256: 8, 1024: 32, 4096: 64}
 
 
 def test_what_was_asked_for_is_not_asked_for_again() -> None:
     streams = Streams()
     stream = streams.follow(0, MIB, 64 * MIB)
-    assert streams.window_ahead(stream) == (MIB, 3 * MIB)
-    stream.scheduled_until = 3 * MIB
+    assert streams.window_ahead(stream) == (MIB, 33 * MIB)
+    stream.scheduled_until = 33 * MIB
     stream = streams.follow(MIB, MIB, 64 * MIB)
-    assert streams.window_ahead(stream) == (3 * MIB, 10 * MIB)
+    assert streams.window_ahead(stream) == (33 * MIB, 66 * MIB)
 
 
 def test_random_reads_earn_no_window() -> None:
