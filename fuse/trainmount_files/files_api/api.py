@@ -16,8 +16,9 @@ from urllib.parse import quote, urlencode
 from trainmount_files.cancellation import Either
 from trainmount_files.errors import Cancelled, InvalidRequest, Unavailable, VolumeError
 from trainmount_files.files_api.answers import error_of, is_passing, parse_object
+from trainmount_files.files_api.file_slice import FileSlice
 from trainmount_files.files_api.sdk import Credentials
-from trainmount_files.files_api.transport import FileSlice, Reply, Transport, TransportError
+from trainmount_files.files_api.transport import Reply, Transport, TransportError
 from trainmount_files.retry import Attempts, Cancellation, Clock, RetryPolicy
 from trainmount_files.volume import Buffer
 

@@ -22,7 +22,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
-from trainmount_files.files_api.transport import SEND_BLOCK_BYTES
+from trainmount_files.files_api.file_slice import SEND_BLOCK_BYTES, FileSlice
 from trainmount_files.retry import Cancellation
 
 if TYPE_CHECKING:
@@ -178,7 +178,19 @@ class _Whole:
 
 
 class _PlainConnection(_Whole, HTTPConnection):
-    """As urllib3's, but each socket is known to its exchange before it can block."""
+    """As urllib3's, but each socket is known to its exchange before it can block, and files go
+    without a copy.
+    """
+
+    def request(self, method: str, url: str, body: Any = None, *rest: Any, **more: Any) -> None:
+        whole = [body] if isinstance(body, FileSlice) else body
+        super().request(method, url, whole, *rest, **more)
+
+    def send(self, data: Any) -> None:
+        if isinstance(data, FileSlice):
+            data.send_to(self.sock)
+        else:
+            super().send(data)
 
     def _new_conn(self) -> socket.socket:
         return _connected(self)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from trainmount_files.errors import Cancelled, InvalidRequest, LocalError, VolumeError
 from trainmount_files.files_api.api import BodySource
-from trainmount_files.files_api.transport import FileSlice
+from trainmount_files.files_api.file_slice import FileSlice
 from trainmount_files.retry import Cancellation
 from trainmount_files.volume import ByteRange
 

@@ -12,12 +12,12 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from trainmount_files.errors import VolumeError
+from trainmount_files.files_api.file_slice import FileSlice
 from trainmount_files.per_process import PerProcess
 from trainmount_files.redaction import quiet_urls
 from trainmount_files.retry import Cancellation
@@ -29,21 +29,12 @@ if TYPE_CHECKING:
     from trainmount_files.files_api.connections import InFlight, Pools
 
 __all__ = [
-    "SEND_BLOCK_BYTES",
     "Answer",
-    "FileSlice",
     "Reply",
     "Transport",
     "TransportError",
     "TransportOptions",
 ]
-
-SEND_BLOCK_BYTES: Final = MIB // 4
-"""Bytes read from a file and handed to the socket at once; the memory of a part that is being sent.
-
-As fast as a MiB on loopback, and sixty-four parts at once are 16 MiB.
-"""
-
 
 _MAX_REPLY_BYTES: Final = 32 * MIB
 """A listing page of 1,000 long names is under 3 MiB; what is larger is no answer of this API."""
@@ -186,49 +177,6 @@ class Answer:
         except (OSError, http.client.HTTPException, _urllib3_error()) as error:
             reason = _describe(error)
         raise TransportError(reason, was_sent=True)
-
-
-class FileSlice:
-    """A body that is read from a file by position while it is sent; each request makes its own."""
-
-    def __init__(
-        self,
-        descriptor: int,
-        start: int,
-        size_bytes: int,
-        *,
-        on_short: VolumeError,
-        on_cancel: VolumeError,
-        on_failure: Callable[[OSError], VolumeError],
-        cancel: Cancellation | None,
-    ) -> None:
-        """`on_short` is raised where the file ends before the slice does."""
-        self._descriptor = descriptor
-        self._start = start
-        self._end = start + size_bytes
-        self._on_short = on_short
-        self._on_cancel = on_cancel
-        self._on_failure = on_failure
-        self._cancel = cancel
-
-    def __len__(self) -> int:
-        return self._end - self._start
-
-    def __iter__(self) -> Iterator[memoryview]:
-        """Pieces that are good until the next one is asked for."""
-        buffer = memoryview(bytearray(min(SEND_BLOCK_BYTES, len(self))))
-        offset = self._start
-        while offset < self._end:
-            if self._cancel is not None and self._cancel.is_set():
-                raise self._on_cancel
-            try:
-                count = os.preadv(self._descriptor, [buffer[: self._end - offset]], offset)
-            except OSError as error:
-                raise self._on_failure(error) from error
-            if not count:
-                raise self._on_short
-            yield buffer[:count]
-            offset += count
 
 
 class Transport:
