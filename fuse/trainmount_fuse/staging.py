@@ -43,8 +43,10 @@ _UNSYNCED: Final = "unsynced"
 """Base version of bytes that a reboot may have cut; no store has it, so they overwrite nothing."""
 
 _SLOW_SECONDS: Final = 0.02
-_AFTER_SLOW_SECONDS: Final = 5.0
-"""Where a write to the staging disk took longer, the next ones wait in threads for some time."""
+_NUM_IN_THREADS: Final = 16
+"""Where two writes to the staging disk running took longer, those that follow wait in threads until
+so many were quick. One alone says more of a busy processor than of the disk.
+"""
 
 _MAX_NAMED: Final = 20
 """Paths that one message names."""
@@ -111,7 +113,9 @@ class Staging:
         self._free_space = free_space
         self._streaming = streaming
         self._uploading = Uploading(journal, streaming)
-        self._slow_until = 0.0
+        # Of the last writes, roughly: threads change them without a lock.
+        self._num_slow = 0
+        self._num_in_threads = 0
         self._by_ino: dict[int, StagedFile] = {}
         self._failed: dict[int, StagedFile] = {}
         directory.mkdir(parents=True, exist_ok=True)
@@ -167,14 +171,9 @@ class Staging:
         """
         if staged.state is not StagedState.DIRTY or staged.error is not None:
             return None
-        began = time.monotonic()
-        if began < self._slow_until or not self._has_room(len(data)):
+        if self._num_in_threads > 0 or not self._has_room(len(data)):
             return None
-        written = self._write(staged, offset, data)
-        ended = time.monotonic()
-        if ended - began > _SLOW_SECONDS:
-            self._slow_until = ended + _AFTER_SLOW_SECONDS
-        return written
+        return self._write(staged, offset, data)
 
     def drop_leftover(self, staged: StagedFile) -> None:
         """Before the first request: bytes of an earlier daemon that nobody needs."""
@@ -361,6 +360,7 @@ class Staging:
         fd = staged.descriptor()
         rest = memoryview(data)
         position = offset
+        began = time.monotonic()
         try:
             while rest:
                 written = os.pwrite(fd, rest, position)
@@ -368,8 +368,18 @@ class Staging:
         except OSError:
             if position == offset:
                 raise
+        self._note_duration(time.monotonic() - began)
         self._uploading.after_write(staged, offset, position)
         return position - offset
+
+    def _note_duration(self, seconds: float) -> None:
+        if seconds <= _SLOW_SECONDS:
+            self._num_slow = 0
+            self._num_in_threads = max(self._num_in_threads - 1, 0)
+            return
+        self._num_slow += 1
+        if self._num_slow > 1:
+            self._num_in_threads = _NUM_IN_THREADS
 
     def _supersede(self, path: str) -> None:
         """Newer bytes for the path are safe: those that failed before are of no use."""

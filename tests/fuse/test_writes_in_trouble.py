@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import threading
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trainmount_files.errors import PermissionDenied, Unavailable
-from trainmount_fuse import content
+from trainmount_fuse import content, staging
 
 NEW = os.O_CREAT | os.O_WRONLY
 KIB = 1 << 10
@@ -44,6 +46,29 @@ async def test_a_write_that_does_not_fit_is_taken_in_part_or_not_at_all(
     assert (await a.stat("f")).size == 14
     await a.close(fh)
     assert world.remote_files() == {"f": b"0123456789abcd"}
+
+
+async def test_writes_to_a_disk_that_is_slow_wait_in_threads_until_it_is_quick_again(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = await world.node()
+    fh = await a.open("f", NEW)
+    real, loop = os.pwrite, threading.get_ident()
+    now, takes, were_in_thread = 0.0, 0.0, []
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        nonlocal now
+        now += takes
+        were_in_thread.append(threading.get_ident() != loop)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    for takes in (0.0, 0.1, 0.0, 0.1, 0.1, *[0.0] * 17):  # noqa: B007  (pwrite reads it)
+        await a.fs.write(fh, 0, b"bytes")
+    assert were_in_thread == [False] * 5 + [True] * 16 + [False]
+    monkeypatch.undo()
+    await a.close(fh)
 
 
 async def test_a_journal_that_cannot_be_written_is_enospc_before_a_byte_is_taken(
