@@ -324,6 +324,13 @@ class Filesystem:
             flags,
         )
 
+    def give_up_reads(self) -> None:
+        """Reads that wait for the store's bytes are EIO from now on. Before `stop`, for programs
+        that read on when the mount is to end.
+        """
+        if self._core is not None:
+            self._reading.give_up()
+
     async def ask_store(self) -> None:
         """One question that only the store can answer. Raises VolumeError. Cancelling leaves it
         alone.

@@ -42,6 +42,9 @@ class ToyFilesystem:
     async def stop(self) -> None:
         return
 
+    def give_up_reads(self) -> None:
+        pass
+
     async def ask_store(self) -> None:
         return
 

@@ -267,10 +267,12 @@ class _Generation:
         self._scope.cancel()
 
     async def _end_without_the_store(self) -> None:
-        """Once the mount ends: do not wait for a store that is away."""
+        """Once the mount ends: do not wait for a store that is away, or that sends no bytes."""
         await self._ends.wait()
         while True:
             await trio.sleep(STORE_PATIENCE_SECONDS)
+            # What was written gets more time; who reads on would not get far.
+            self._filesystem.give_up_reads()
             with trio.move_on_after(STORE_PATIENCE_SECONDS) as waiting:
                 try:
                     await self._filesystem.ask_store()
