@@ -220,7 +220,12 @@ class Filesystem:
         ESTALE asks the kernel to look the name up again and come back, which it does by itself.
         """
         core = self._started()
-        return await self._content.open(core.file(ino), flags)
+        inode = core.file(ino)
+        staged = core.staged(inode)
+        if staged is not None and staged.is_left and flags & os.O_TRUNC:
+            # What is written anew must not be judged by what an earlier daemon's bytes follow on.
+            await self._recovery.settle(inode)
+        return await self._content.open(inode, flags)
 
     async def create(
         self, parent_ino: int, name: bytes, mode: int, flags: int

@@ -67,10 +67,14 @@ class Recovery:
         except Exception:
             log.exception("What an earlier daemon had begun to upload is not aborted yet")
         for inode in pending:
-            try:
-                await self._upload_one(inode)
-            except Exception:
-                log.exception("A file left by an earlier daemon is not uploaded yet")
+            await self.settle(inode)
+
+    async def settle(self, inode: Inode) -> None:
+        """Send what was left of the inode, if it is still here and nobody has it open."""
+        try:
+            await self._upload_one(inode)
+        except Exception:
+            log.exception("A file left by an earlier daemon is not uploaded yet")
 
     async def _upload_one(self, inode: Inode) -> None:
         core = self._core

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -230,3 +231,24 @@ async def test_an_open_while_the_name_is_given_to_another_file_gets_one_of_both_
         await node.rename("f.part", "f")
         is_renamed.set()
     assert read == [b"new" * 100]
+
+
+async def test_a_file_that_was_left_is_settled_before_a_program_writes_it_anew(world: Any) -> None:
+    node = await world.node()
+    for is_slow in (False, True):
+        handle = await node.open("f", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        await node.fs.write(handle, 0, b"left")
+        # Uploaded by a daemon that died before it wrote that down.
+        (world.remote / "f").write_bytes(b"left")
+        go_on = threading.Event()
+
+        def fault(operation: str, path: str, go_on: threading.Event = go_on) -> None:
+            if operation == "read":
+                go_on.wait(30)
+
+        node.volume.fault = fault if is_slow else None
+        await node.remount()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.write, "f", b"written anew")
+            go_on.set()
+        assert world.remote_files() == {"f": b"written anew"}
