@@ -85,7 +85,8 @@ class Content:
         if truncates:
             try:
                 async with inode.lock:
-                    await self._truncate(inode, 0)
+                    # Also where it is empty: `: > stamp` is how programs set a time.
+                    await self._cut(inode, 0)
             except BaseException:
                 core.handles.release(handle)
                 raise
@@ -237,10 +238,12 @@ class Content:
         raise OSError(errno.ESTALE, "the file has changed since it was looked up")
 
     async def _truncate(self, inode: Inode, size: int) -> None:
+        is_here = self._core.staged(inode) is not None
+        if is_here or inode.stat is None or inode.stat.size_bytes != size:
+            await self._cut(inode, size)
+
+    async def _cut(self, inode: Inode, size: int) -> None:
         core = self._core
-        staged = core.staged(inode)
-        if staged is None and inode.stat is not None and inode.stat.size_bytes == size:
-            return
         staged = await self._ensure_staged(inode, keep_bytes=size)
         await core.workers.call(core.staging.truncate, staged, size)
         inode.set_mtime_ns = None

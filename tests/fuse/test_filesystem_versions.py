@@ -252,3 +252,13 @@ async def test_a_file_that_was_left_is_settled_before_a_program_writes_it_anew(w
             nursery.start_soon(node.write, "f", b"written anew")
             go_on.set()
         assert world.remote_files() == {"f": b"written anew"}
+
+
+async def test_opening_an_empty_file_to_cut_it_sets_its_time(world: Any) -> None:
+    node = await world.node()
+    await node.write("stamp", b"")
+    before = (await node.stat("stamp")).mtime_ns
+    os.utime(world.remote / "stamp", ns=(before, before - 10**9))
+    await node.write("stamp", b"")
+    assert (world.remote / "stamp").stat().st_mtime_ns >= before
+    assert (await node.stat("stamp")).mtime_ns >= before
