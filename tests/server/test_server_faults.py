@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +238,24 @@ def test_each_level_above_a_volume_is_described_or_told_to_be_missing(
         assert http("GET", f"{CATALOG}/{target}").status == 400
     with pytest.raises(NotFound):
         client.catalogs.get("none")
+
+
+def test_each_level_above_a_volume_has_the_time_of_its_last_change_in_milliseconds(
+    client: WorkspaceClient, served: Path
+) -> None:
+    for number, name in enumerate(("main", "main/default", "main/default/data"), 1):
+        os.utime(served / name, ns=(0, number * 1_000_123_456_789))
+    found = [
+        *client.catalogs.list(),
+        client.catalogs.get("main"),
+        *client.schemas.list("main"),
+        client.schemas.get("main.default"),
+        *client.volumes.list("main", "default"),
+        client.volumes.read("main.default.data"),
+    ]
+    expected = [1_000_123, 1_000_123, 2_000_246, 2_000_246, 3_000_370, 3_000_370]
+    assert [one.updated_at for one in found] == expected
+    assert [one.created_at for one in found] == expected
 
 
 def test_there_are_no_credentials_for_the_servers_own_disk(http: Http) -> None:

@@ -102,6 +102,16 @@ class DirectoryStore:
             code = f"{kind.upper()}_DOES_NOT_EXIST"
             raise ApiError(404, code, f"{kind} '{name}' does not exist.") from None
 
+    def object_mtime_ns(self, *names: str) -> int | None:
+        """When something was last made or removed in a catalog, schema or volume; None for one that
+        is gone.
+        """
+        try:
+            with open_directory(self._root_fd, names) as fd:
+                return os.fstat(fd).st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def require_volume(self, path: VolumePath) -> None:
         """Raises ApiError unless the volume of `path` exists."""
         try:

@@ -89,7 +89,8 @@ class UnityCatalog:
             if caller.sees(*parents, name)
         ]
         page, token = name_page(seen, query.get("page_token"), size)
-        answer: dict[str, Any] = {key: [_describe((*parents, name.decode())) for name in page]}
+        described = [self._describe((*parents, name.decode())) for name in page]
+        answer: dict[str, Any] = {key: [one for one in described if one is not None]}
         if token is not None:
             answer["next_page_token"] = token
         return answer
@@ -98,7 +99,15 @@ class UnityCatalog:
         names = _parse(kind, full_name)
         self._require_seen(caller, names)
         self._require(names)
-        return _describe(names)
+        described = self._describe(names)
+        if described is None:
+            raise _missing(names)
+        return described
+
+    def _describe(self, names: tuple[str, ...]) -> dict[str, Any] | None:
+        """None for what was removed meanwhile."""
+        mtime_ns = self.store.object_mtime_ns(*names)
+        return None if mtime_ns is None else _describe(names, mtime_ns // 1_000_000)
 
     def _permissions(
         self, caller: Caller, kind: str, full_name: str, principal: str | None
@@ -133,10 +142,7 @@ class UnityCatalog:
         """Raises ApiError 404, for the uppermost that is missing."""
         for depth in range(1, len(names) + 1):
             if names[depth - 1] not in self.store.list_objects(*names[: depth - 1]):
-                kind, full_name = _KINDS[depth - 1], ".".join(names[:depth])
-                code = "RESOURCE_DOES_NOT_EXIST" if kind == "volume" else f"{kind}_DOES_NOT_EXIST"
-                message = f"{kind.title()} '{full_name}' does not exist."
-                raise ApiError(404, code.upper(), message)
+                raise _missing(names[:depth])
 
 
 def _describe_user(caller: Caller) -> dict[str, Any]:
@@ -150,9 +156,22 @@ def _describe_user(caller: Caller) -> dict[str, Any]:
     }
 
 
-def _describe(names: tuple[str, ...]) -> dict[str, Any]:
+def _missing(names: tuple[str, ...]) -> ApiError:
+    kind, full_name = _KINDS[len(names) - 1], ".".join(names)
+    code = "RESOURCE_DOES_NOT_EXIST" if kind == "volume" else f"{kind}_DOES_NOT_EXIST"
+    return ApiError(404, code.upper(), f"{kind.title()} '{full_name}' does not exist.")
+
+
+def _describe(names: tuple[str, ...], updated_ms: int) -> dict[str, Any]:
     full_name = ".".join(names)
-    described: dict[str, Any] = {"name": names[-1], "full_name": full_name, "owner": _OWNER}
+    described: dict[str, Any] = {
+        "name": names[-1],
+        "full_name": full_name,
+        "owner": _OWNER,
+        # A directory does not tell when it was made.
+        "created_at": updated_ms,
+        "updated_at": updated_ms,
+    }
     if len(names) == 1:
         return described | {"catalog_type": "MANAGED_CATALOG"}
     described["catalog_name"] = names[0]
