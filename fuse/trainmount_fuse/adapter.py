@@ -129,6 +129,9 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
             return await self._filesystem.write(fh, off, buf)
 
     async def flush(self, fh: FileHandleT) -> None:
+        if self._filesystem.is_read_only:
+            # The kernel sends no other one then, and close(2) waits for nothing.
+            raise pyfuse3.FUSEError(errno.ENOSYS)
         with self._answering("flush", fh):
             await self._filesystem.flush(fh)
 

@@ -128,6 +128,11 @@ class Filesystem:
         """The parts, for who looks at the mount as a whole. Raises OSError ENOTCONN."""
         return self._started()
 
+    @property
+    def is_read_only(self) -> bool:
+        """Nothing can be written, so nothing can be left to send."""
+        return self._settings.read_only
+
     async def upload_all(self) -> None:
         """Upload what is not uploaded yet, and once more what failed before. What could not be is
         still in the staging directory then.
@@ -430,7 +435,7 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
         memory=memory,
         tree=TreeLock(),
         inodes=inodes,
-        handles=HandleTable(database, settings.mount_id),
+        handles=HandleTable(database, settings.mount_id, settings.state_dir / "handles"),
         intents=Intents(database),
         metadata=Metadata(volume, workers, inodes, settings),
         blocks=blocks,

@@ -1,5 +1,5 @@
-"""Open file and directory handles, kept in `state.db`, so that a successor serves those a dead
-daemon gave.
+"""Open file and directory handles, written down so that a successor serves those a dead daemon
+gave: files that are read in `handle_slots`, all else in `state.db`.
 
 Used by the event loop's thread only; no method awaits. Reads never write here.
 """
@@ -10,8 +10,10 @@ import errno
 import os
 import sqlite3
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
+from trainmount_fuse.handle_slots import HandleSlots
 from trainmount_fuse.prefetch import Streams
 from trainmount_fuse.spool import Cursor
 from trainmount_fuse.state import get_meta, set_meta
@@ -26,7 +28,7 @@ class Handle:
     fh: int
     ino: int
     flags: int
-    """As given to open(2)."""
+    """As given to open(2); of one that only reads, after a takeover, O_RDONLY."""
 
     is_directory: bool
     streams: Streams = field(default_factory=Streams)
@@ -52,10 +54,11 @@ class HandleTable:
     );
     """
 
-    def __init__(self, database: sqlite3.Connection, mount_id: str) -> None:
+    def __init__(self, database: sqlite3.Connection, mount_id: str, slots_path: Path) -> None:
         self._database = database
         self._by_fh: dict[int, Handle] = {}
-        self._by_ino: dict[int, set[int]] = {}
+        self._by_ino: dict[int, dict[int, None]] = {}
+        """In the order of their opening, as far as this process has seen it."""
         self.is_successor = get_meta(database, "mount_id") == mount_id
         """The kernel mount is the one this state was made for, so that its handles are still
         open."""
@@ -65,14 +68,22 @@ class HandleTable:
             set_meta(database, "mount_id", mount_id)
         for row in database.execute("SELECT fh, ino, flags, is_directory FROM handles"):
             self._remember(Handle(row[0], row[1], row[2], bool(row[3])))
+        self._slots = HandleSlots(slots_path, is_successor=self.is_successor)
+        for fh, ino in self._slots.taken():
+            self._remember(Handle(fh, ino, os.O_RDONLY, is_directory=False))
 
     def open(self, ino: int, flags: int, *, is_directory: bool = False) -> Handle:
         """A new handle, written down before the kernel learns of it."""
-        cursor = self._database.execute(
-            "INSERT INTO handles (ino, flags, is_directory) VALUES (?, ?, ?)",
-            (ino, flags, int(is_directory)),
-        )
-        handle = Handle(cursor.lastrowid or 0, ino, flags, is_directory)
+        fh = None
+        if flags & os.O_ACCMODE == os.O_RDONLY and not is_directory:
+            fh = self._slots.take(ino)
+        if fh is None:
+            cursor = self._database.execute(
+                "INSERT INTO handles (ino, flags, is_directory) VALUES (?, ?, ?)",
+                (ino, flags, int(is_directory)),
+            )
+            fh = cursor.lastrowid or 0
+        handle = Handle(fh, ino, flags, is_directory)
         self._remember(handle)
         return handle
 
@@ -89,10 +100,11 @@ class HandleTable:
 
     def release(self, handle: Handle) -> None:
         """The kernel is done with the handle."""
-        self._database.execute("DELETE FROM handles WHERE fh = ?", (handle.fh,))
+        if not self._slots.give_back(handle.fh):
+            self._database.execute("DELETE FROM handles WHERE fh = ?", (handle.fh,))
         self._by_fh.pop(handle.fh, None)
-        held = self._by_ino.get(handle.ino, set())
-        held.discard(handle.fh)
+        held = self._by_ino.get(handle.ino, {})
+        held.pop(handle.fh, None)
         if not held:
             self._by_ino.pop(handle.ino, None)
 
@@ -107,7 +119,7 @@ class HandleTable:
     def newest(self, ino: int) -> Handle | None:
         """The handle that was opened last on the inode; None where none is open."""
         held = self._by_ino.get(ino)
-        return self._by_fh[max(held)] if held else None
+        return self._by_fh[next(reversed(held))] if held else None
 
     def open_fhs(self) -> list[int]:
         """Every open handle, at this moment."""
@@ -119,4 +131,4 @@ class HandleTable:
 
     def _remember(self, handle: Handle) -> None:
         self._by_fh[handle.fh] = handle
-        self._by_ino.setdefault(handle.ino, set()).add(handle.fh)
+        self._by_ino.setdefault(handle.ino, {})[handle.fh] = None

@@ -100,6 +100,9 @@ class Inode:
 
     set_version: str = ""
     lookup_count: int = 0
+    saved: tuple[object, ...] | None = None
+    """What its row says, as far as `InodeTable.save` knows."""
+
     _lock: trio.Lock | None = None
 
     @property
@@ -246,21 +249,24 @@ class InodeTable:
     def save(self, inode: Inode) -> None:
         """Keep what is known of the inode for a successor."""
         stat = inode.stat
+        values = (
+            stat.path if stat else None,
+            stat.size_bytes if stat else None,
+            stat.mtime_ns if stat else None,
+            stat.version if stat else None,
+            inode.mode,
+            inode.atime_ns,
+            inode.set_mtime_ns,
+            inode.set_version,
+        )
+        if values == inode.saved:
+            return
         self._database.execute(
             "UPDATE inodes SET path = ?, size = ?, mtime_ns = ?, version = ?, mode = ?,"
             " atime_ns = ?, set_mtime_ns = ?, set_version = ? WHERE ino = ?",
-            (
-                stat.path if stat else None,
-                stat.size_bytes if stat else None,
-                stat.mtime_ns if stat else None,
-                stat.version if stat else None,
-                inode.mode,
-                inode.atime_ns,
-                inode.set_mtime_ns,
-                inode.set_version,
-                inode.ino,
-            ),
+            (*values, inode.ino),
         )
+        inode.saved = values
 
     def forget(self, lookups: Iterable[tuple[int, int]], is_used: Callable[[Inode], bool]) -> None:
         """The kernel dropped that many lookups of each number.
@@ -287,6 +293,8 @@ class InodeTable:
         """Let the inode leave memory; where it hangs in no tree, for ever."""
         if inode.ino == ROOT_INO:
             return
+        # The row may go, too.
+        inode.saved = None
         if self._by_ino.pop(inode.ino, None) is not None and inode.link is Link.LINKED:
             self._dropped[inode.ino] = inode
         if self._by_name.get((inode.parent_ino, inode.name)) is inode:

@@ -31,6 +31,8 @@ FILE = Attributes(
 class OneAnswer:
     """A filesystem whose every call gives one answer or raises one error."""
 
+    is_read_only = False
+
     def __init__(self, answer: object) -> None:
         self._answer = answer
         self.calls: list[tuple[object, ...]] = []
@@ -51,6 +53,16 @@ def _errno_of(operation: str, error: BaseException, *arguments: object) -> int:
     with pytest.raises(pyfuse3.FUSEError) as raised:
         trio.run(getattr(adapter, operation), *arguments)
     return raised.value.errno
+
+
+def test_the_kernel_of_a_read_only_mount_is_told_to_send_no_flush():
+    filesystem = OneAnswer(None)
+    filesystem.is_read_only = True
+    adapter = FuseAdapter(filesystem)
+    with pytest.raises(pyfuse3.FUSEError) as raised:
+        trio.run(adapter.flush, 3)
+    assert raised.value.errno == errno.ENOSYS
+    assert filesystem.calls == []
 
 
 def test_attributes_arrive_with_their_own_timeouts():
