@@ -227,8 +227,11 @@ class Core:
         attr_timeout = self.settings.attr_timeout_seconds
         if staged is not None:
             size, mtime_ns = staged.size_bytes, staged.mtime_ns
-            # The store gives the file another time when it arrives there.
+            # The store gives the file another time when it arrives there, which then stays: editors
+            # take a time that changes after their `close` for a change by others.
             age = attr_timeout = 0.0
+            if inode.stat is not None and self.unsent(inode) is None:
+                mtime_ns = inode.stat.mtime_ns
         elif inode.stat is not None:
             size, mtime_ns = inode.stat.size_bytes, inode.stat.mtime_ns
             if not self.handles.is_open(inode.ino):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -201,16 +202,19 @@ def test_a_warm_whose_daemon_dies_goes_on_with_the_successor(start_mount, files_
 
 def test_prometheus_finds_the_numbers_and_the_log_no_secret(start_mount, files_server):
     (files_server.volume / "file").write_bytes(os.urandom(9 << 20))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     mount = start_mount(
         files_server.source,
-        *("--verbose", "--log-format", "json", "--metrics-port", "127.0.0.1:39123"),
+        *("--verbose", "--log-format", "json", "--metrics-port", address),
         environment=files_server.environment(),
     )
     (mount.mountpoint / "file").read_bytes()
     (mount.mountpoint / "mine").write_bytes(os.urandom(9 << 20))
     with pytest.raises(FileNotFoundError):
         (mount.mountpoint / "missing").stat()
-    with urllib.request.urlopen("http://127.0.0.1:39123/metrics") as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         text = answer.read().decode()
     assert 'trainmount_request_errors_total{operation="lookup",errno="ENOENT"}' not in text
