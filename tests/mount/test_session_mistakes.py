@@ -146,6 +146,8 @@ def test_a_mountpoint_where_something_else_is_mounted_is_refused(place):
         (("--stop-timeout", "soon"), "--stop-timeout"),
         (("--stop-timeout", "-1"), "--stop-timeout"),
         (("--read-ahead-kib", "-1"), "--read-ahead-kib"),
+        (("--ready-file", "{place}/none/ready"), "name another file (--ready-file)"),
+        (("--ready-file", "{place}"), "is a directory; name another file (--ready-file)"),
     ],
 )
 def test_folders_and_values_that_cannot_be_are_named(place, options, said):

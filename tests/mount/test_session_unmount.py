@@ -4,17 +4,22 @@ hangs."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from trainmount_fuse.session.cli import kill_holder
+from trainmount_fuse.session.commands import CommandError, ask_holder
 from trainmount_fuse.session.mounting import find_mount
 from trainmount_fuse.session.registry import find_record, list_records
+from trainmount_fuse.session.wire import connect
 
 
 def _unmount(mountpoint: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -236,6 +241,82 @@ def test_what_is_no_mount_of_ours_is_left_alone(tmp_path):
     assert done.stderr == f"trainmount: nothing of trainmount is mounted at {tmp_path}\n"
     assert _unmount(Path("/proc"), "--force").returncode == 1
     assert find_mount(Path("/proc")) is not None
+
+
+def test_a_mount_is_ended_by_its_name_or_a_link_to_it_and_by_nothing_inside(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    done = _unmount(mount.mountpoint / "f")
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"trainmount: {mount.mountpoint}/f is inside the mount at {mount.mountpoint}: name that\n"
+    )
+    assert mount.is_mounted()
+    (tmp_path / "link").symlink_to("mnt")
+    (tmp_path / "loop").symlink_to("loop")
+    assert _unmount(tmp_path / "loop").returncode == 1
+    assert _unmount(tmp_path / "link").returncode == 0
+    assert not mount.is_mounted()
+
+
+def test_no_process_is_killed_on_the_word_of_another_user(start_mount, tmp_path, nobody):
+    """A record tells root which process keeps a mount of its user."""
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    record = find_record(mount.mountpoint)
+    assert record is not None
+    with _program(READING, tmp_path) as bystander:
+        lie = replace(record, holder_pid=bystander.pid, uid=nobody)
+        with pytest.raises(CommandError, match="does not belong to who mounted"):
+            kill_holder(lie)
+        assert bystander.communicate("", timeout=60) == ("", "")
+
+
+def test_nonsense_costs_its_sender_an_answer_and_nobody_the_mount(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    record = find_record(mount.mountpoint)
+    assert record is not None
+    remount = {"want": "remount", "command": 5, "environment": 6, "settings": 7}
+    requests = [{"want": "remount"}, remount, {"want": ["status"]}]
+    for data in (b"{", b"[" * 100_000, *(json.dumps(one).encode() for one in requests)):
+        with connect(record.holder_socket, 10) as holder:
+            holder.send(data)
+            holder.recv(1 << 16)
+    # No remount is under way, whatever the last one was.
+    with pytest.raises(CommandError, match="No such file"):
+        ask_holder(record, {**remount, "command": ["/nowhere"], "environment": {}})
+    assert ask_holder(record, {"want": "status"})["is_ready"]
+    assert (mount.mountpoint / "f").exists()
+
+
+def test_a_ready_file_that_can_no_longer_be_written_costs_the_news_and_not_the_mount(
+    start_mount, tmp_path, wait_until
+):
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    record = find_record(mount.mountpoint)
+    assert record is not None
+    first = ask_holder(record, {"want": "status"})["daemon_pid"]
+    mount.ready_file.unlink()
+    mount.ready_file.mkdir()
+    os.kill(first, signal.SIGKILL)
+    wait_until(
+        lambda: (
+            ask_holder(record, {"want": "status"})["daemon_pid"] not in (first, None)
+            and "the ready file cannot be written" in mount.log
+        ),
+        "a successor",
+    )
+    assert (mount.mountpoint / "f").exists()
+    assert _unmount(mount.mountpoint).returncode == 0
+    assert mount.process.wait(60) == 0
+
+
+def test_a_second_mount_at_a_place_is_told_what_is_there(start_mount, tmp_path):
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    again = subprocess.run(mount.command, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 2
+    assert again.stderr.splitlines()[-1].startswith(
+        f"trainmount: mountpoint {mount.mountpoint} is busy: "
+    ), again.stderr
+    assert (mount.mountpoint / "f").exists()
 
 
 def test_a_mount_whose_name_is_gone_serves_its_copies_and_says_so(

@@ -40,6 +40,7 @@ from trainmount_fuse.source import look_at_root, open_source
 __all__ = [
     "check_folders",
     "check_places",
+    "check_ready_file",
     "check_volume",
     "check_volume_aside",
     "lock_folder",
@@ -156,8 +157,8 @@ def check_volume_aside(settings: MountSettings) -> None:
 
 def check_places(settings: MountSettings, mountpoint: Path) -> None:
     """Raises MountError where the mount would hide its own folders or what is in the mountpoint, or
-    show itself in itself."""
-    target = normalized(mountpoint).resolve()
+    show itself in itself, and where a mount is that somebody keeps."""
+    target = normalized(mountpoint)
     folders = {"--cache-dir": settings.cache_dir, "--state-dir": settings.state_dir}
     resolved = {option: folder.resolve() for option, folder in folders.items()}
     if resolved["--cache-dir"] == resolved["--state-dir"]:
@@ -170,9 +171,17 @@ def check_places(settings: MountSettings, mountpoint: Path) -> None:
                 f"mountpoint {target} lies inside a folder of the mount itself: name another one "
                 f"({option})"
             )
+    taken = find_mount(mountpoint)
+    if taken is not None and any(
+        record.device_minor == taken.device_minor for record in list_records()
+    ):
+        raise MountError(
+            f"mountpoint {target} is busy: {taken.source} is mounted there; unmount it first "
+            f"(trainmount unmount {target}), or change its options (trainmount remount)"
+        )
     with contextlib.suppress(OSError):
         # One that is missing or unreadable is told by whoever mounts.
-        if find_mount(mountpoint) is None and any(target.iterdir()):
+        if taken is None and any(target.iterdir()):
             raise MountError(
                 f"mountpoint {target} is not empty, and the mount would hide what is in it: name "
                 "an empty directory"
@@ -181,6 +190,20 @@ def check_places(settings: MountSettings, mountpoint: Path) -> None:
         source = Path(settings.source.removeprefix("file://")).resolve()
         if target.is_relative_to(source):
             raise MountError(f"mountpoint {target} lies inside {source}, which it would show")
+
+
+def check_ready_file(file: Path) -> None:
+    """Raises MountError where the file cannot be made."""
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".check-"):
+            pass
+    except OSError as error:
+        reason = (error.strerror or "failed").lower()
+        raise MountError(
+            f"cannot write {file}: {reason}; name another file (--ready-file)"
+        ) from error
 
 
 def check_folders(settings: MountSettings) -> None:

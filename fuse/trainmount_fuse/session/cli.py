@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainmount_fuse.options import (
     add_change_options,
@@ -24,7 +24,10 @@ from trainmount_fuse.session.exit_codes import (
     EXIT_UNSENT,
 )
 
-__all__ = ["add_session_commands"]
+if TYPE_CHECKING:
+    from trainmount_fuse.session.registry import MountRecord
+
+__all__ = ["add_session_commands", "kill_holder"]
 
 REMOUNT_TIMEOUT_SECONDS: Final = 40.0
 """Above what the holder gives each step."""
@@ -79,9 +82,8 @@ def _told_in_one_line(command: Any) -> Any:
 
 def _remount(options: argparse.Namespace) -> int:
     from trainmount_fuse.session.commands import CommandError, ask_holder
-    from trainmount_fuse.session.registry import find_record
 
-    record = find_record(options.mountpoint)
+    record = _record_at(options.mountpoint)
     if record is None or record.uid != os.getuid():
         # Credentials go to nobody else's process.
         raise CommandError(f"no mount of yours is at {options.mountpoint}; use `trainmount mount`")
@@ -109,9 +111,8 @@ def _remount(options: argparse.Namespace) -> int:
 
 def _unmount(options: argparse.Namespace) -> int:
     from trainmount_fuse.session.commands import CommandError, ask_holder
-    from trainmount_fuse.session.registry import find_record
 
-    record = find_record(options.mountpoint)
+    record = _record_at(options.mountpoint)
     if record is None:
         return _unmount_unkept(options.mountpoint, is_forced=options.force)
     try:
@@ -119,7 +120,7 @@ def _unmount(options: argparse.Namespace) -> int:
     except CommandError as error:
         if not options.force:
             raise CommandError(f"{error}; --force ends it") from error
-        os.kill(record.holder_pid, signal.SIGKILL)
+        kill_holder(record)
         return _unmount_unkept(options.mountpoint, is_forced=True)
     result = ask_holder(record, {"want": "unmount", "is_forced": options.force}, None)
     unsent = result["unsent"]
@@ -131,6 +132,43 @@ def _unmount(options: argparse.Namespace) -> int:
         )
         return EXIT_UNSENT
     return int(result["exit_code"])
+
+
+def _record_at(mountpoint: Path) -> MountRecord | None:
+    """The living mount whose name this is; one that is only above it is not meant.
+
+    Raises CommandError.
+    """
+    from trainmount_fuse.session.commands import CommandError
+    from trainmount_fuse.session.mounting import find_mount, normalized
+    from trainmount_fuse.session.registry import find_record
+
+    record = find_record(mountpoint)
+    if record is None or find_mount(mountpoint) or record.mountpoint == normalized(mountpoint):
+        return record
+    raise CommandError(f"{mountpoint} is inside the mount at {record.mountpoint}: name that")
+
+
+def kill_holder(record: MountRecord) -> None:
+    """Raises CommandError where the process belongs to another user than the mount: a record is
+    only what that user says."""
+    from trainmount_fuse.session.commands import CommandError
+
+    try:
+        process = os.pidfd_open(record.holder_pid)
+    except ProcessLookupError:
+        return
+    try:
+        if Path(f"/proc/{record.holder_pid}").stat().st_uid != record.uid:
+            raise CommandError(
+                f"process {record.holder_pid} does not belong to who mounted "
+                f"{record.mountpoint}, and is left alone"
+            )
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    finally:
+        os.close(process)
 
 
 def _unmount_unkept(mountpoint: Path, *, is_forced: bool) -> int:

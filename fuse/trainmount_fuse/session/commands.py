@@ -74,7 +74,15 @@ class CommandSocket:
             # Somebody looked whether we live.
             client.close()
         else:
+            self._answer_whatever(message, client)
+
+    def _answer_whatever(self, message: dict[str, Any], client: socket.socket) -> None:
+        """A request that nobody can take costs its sender the answer, not everybody the mount."""
+        try:
             self._answer(message, client)
+        except Exception:
+            logger.exception("a request could not be taken")
+            give_answer(client, {"error": "the holder cannot take this request; its log has more"})
 
 
 def give_answer(client: socket.socket, answer: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from trainmount_fuse.journal import unsent_paths
 from trainmount_fuse.session.checks import (
     check_folders,
     check_places,
+    check_ready_file,
     check_volume_aside,
     lock_folder,
 )
@@ -108,6 +109,8 @@ def hold(options: HolderOptions) -> int:
     check_places(settings, options.mountpoint)
     if find_mount(options.mountpoint) is None:
         check_mountpoint(options.mountpoint)
+    if options.ready_file is not None:
+        check_ready_file(options.ready_file)
     check_device()
     check_volume_aside(settings)
     with ExitStack() as stack:
@@ -214,7 +217,8 @@ class _Holder:
             raise
         finally:
             if self._options.ready_file is not None:
-                self._options.ready_file.unlink(missing_ok=True)
+                with suppress(OSError):
+                    self._options.ready_file.unlink(missing_ok=True)
             self._registration.remove()
         if ending in (Ending.ENDED, Ending.UNSENT):
             self._clear()
@@ -282,7 +286,12 @@ class _Holder:
                 "survives_daemon": self._fault is None,
                 "takeover_fault": self._fault,
             }
-            _write_whole(self._options.ready_file, document)
+            try:
+                _write_whole(self._options.ready_file, document)
+            except OSError as error:
+                # A mount that serves is worth more than the news of it.
+                reason = {"file": str(self._options.ready_file), "reason": error.strerror}
+                logger.warning("the ready file cannot be written", extra=reason)
         if self._on_mounted is not None:
             self._on_mounted()
             self._on_mounted = None

@@ -65,6 +65,9 @@ INIT_BUFFER_BYTES: Final = MIB
 MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
 MNT_FORCE, MNT_DETACH = 1, 2
 
+_MAX_LINKS: Final = 40
+"""Symbolic links on one way, as in the kernel."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -279,10 +282,33 @@ def connection_of(mountpoint: Path, fd: int, init_request: bytes) -> FuseConnect
 
 
 def normalized(mountpoint: Path) -> Path:
-    """Absolute and without symbolic links in the parents; the last name is not looked at, it may
-    be a dead mount."""
-    absolute = Path(os.path.abspath(mountpoint))  # noqa: PTH100 - Path.absolute keeps ".."
-    return absolute.parent.resolve() / absolute.name if absolute.name else absolute
+    """Absolute and without symbolic links. Nothing on a FUSE mount is looked at: its daemon may be
+    dead or hang."""
+    mountpoints = {one.path for one in list_mounts() if one.filesystem_type.startswith("fuse")}
+    place = Path("/")
+    left = _names(os.path.abspath(mountpoint))  # noqa: PTH100 - Path.absolute keeps ".."
+    num_links = 0
+    while left:
+        name = left.pop()
+        place = place.parent if name == ".." else place / name
+        if place in mountpoints:
+            return Path(os.path.normpath(place.joinpath(*reversed(left))))
+        try:
+            target = place.readlink()
+        except OSError:
+            # No link, or nothing at all.
+            continue
+        num_links += 1
+        if num_links > _MAX_LINKS:
+            return place
+        place = Path("/") if target.is_absolute() else place.parent
+        left += _names(target)
+    return place
+
+
+def _names(path: str | Path) -> list[str]:
+    """The parts of a path, the last one first."""
+    return [name for name in reversed(Path(path).parts) if name != "/"]
 
 
 def check_mountpoint(mountpoint: Path) -> Path:
@@ -297,10 +323,7 @@ def check_mountpoint(mountpoint: Path) -> Path:
         raise MountError(f"mountpoint {target} cannot be looked at: {error.strerror}") from None
     if not stat.S_ISDIR(mode):
         raise MountError(f"mountpoint {target} is not a directory")
-    resolved = target.resolve()
-    if resolved != target:
-        _refuse_taken(resolved)
-    return resolved
+    return target
 
 
 def _refuse_taken(target: Path) -> None:

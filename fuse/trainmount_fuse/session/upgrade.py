@@ -57,7 +57,8 @@ class Upgrade:
                 "parent_pid": os.getpid(),
             }
             send(self._candidate.control, message)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            # The last two: what was asked for is no command or environment.
             self._fail(str(error))
             return
         self._configuration = configuration

@@ -75,7 +75,10 @@ def receive(peer: socket.socket) -> tuple[dict[str, Any] | None, int | None]:
     fd = descriptors[0] if descriptors else None
     if not data:
         return None, fd
-    message = json.loads(data)
+    try:
+        message = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("a message must not be nested as deeply as that") from error
     if not isinstance(message, dict):
         raise ValueError("a message must be a JSON object")
     return message, fd
