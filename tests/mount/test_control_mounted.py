@@ -18,10 +18,12 @@ import pytest
 METRIC = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
-def _trainmount(*arguments: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def _trainmount(
+    *arguments: object, stdin: str | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainmount_cli", *map(str, arguments)]
     return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=60, check=False
+        command, input=stdin, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -79,6 +81,21 @@ def test_lists_and_patterns_and_what_is_missing(start_mount, volume):
     assert (done.returncode, done.stdout.split(",")[0]) == (0, "3 files looked at")
     done = _trainmount("warm", *place)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_paths_are_relative_as_in_a_shell(start_mount, volume):
+    mount = start_mount(volume.as_uri())
+    for pattern in ("../other", "./a", "../d//b"):
+        done = _trainmount("warm", pattern, cwd=mount.mountpoint / "d")
+        assert (done.returncode, done.stdout.split(",")[0]) == (0, "1 file in the cache")
+
+
+def test_a_path_in_a_volume_that_is_mounted_twice_asks_for_the_mount(start_mount, volume):
+    for name in ("one", "two"):
+        start_mount(volume.as_uri(), name=name)
+    done = _trainmount("evict", f"{volume.as_uri()}/d")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "name the mount (--mount), several have it: " in done.stderr
 
 
 @pytest.mark.parametrize("run", [_trainmount, _plain])

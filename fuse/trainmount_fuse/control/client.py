@@ -109,8 +109,7 @@ def find_mount(mountpoint: Path | None) -> Mount:
     if not mounts:
         raise WrongName("nothing is mounted; mount with: trainmount mount SOURCE MOUNTPOINT")
     if len(mounts) > 1:
-        names = ", ".join(str(mount.mountpoint) for mount in mounts)
-        raise WrongName(f"name the mount (--mount), there are several: {names}")
+        raise WrongName(f"name the mount, there are several: {_names(mounts)}")
     return mounts[0]
 
 
@@ -224,24 +223,33 @@ def _owner(pattern: str, mounts: Sequence[Mount]) -> tuple[Mount, str]:
         raise WrongName("nothing is mounted; mount with: trainmount mount SOURCE MOUNTPOINT")
     volume_path = pattern.removeprefix("dbfs:")
     is_whole = "://" in pattern or pattern.startswith("/")
-    path = _unlinked(pattern if is_whole else f"{_working_directory()}/{pattern}", mounts)
-    best: tuple[int, Mount, str] | None = None
+    path = pattern if is_whole else f"{_working_directory()}/{pattern}"
+    # As a shell means "./a" and "../a"; a daemon takes neither.
+    path = _unlinked(os.path.normpath(path) if path.startswith("/") else path, mounts)
+    best_length, best = -1, list[tuple[Mount, str]]()
     for mount in mounts:
         places = [(str(mount.mountpoint), path)]
         if mount.source:
             places.append((mount.source.rstrip("/"), volume_path))
         for root, whole in places:
             rest = _below(root, whole)
-            if rest is not None and (best is None or len(root) > best[0]):
-                best = (len(root), mount, rest)
-    if best is not None:
-        return best[1], best[2]
+            if rest is not None and len(root) >= best_length:
+                best = [(mount, rest)] if len(root) > best_length else [*best, (mount, rest)]
+                best_length = len(root)
+    if len(best) > 1:
+        names = _names([mount for mount, _ in best])
+        raise WrongName(f"{pattern}: name the mount (--mount), several have it: {names}")
+    if best:
+        return best[0]
     if is_whole:
         raise WrongName(f"{pattern}: is on no mount of yours; see trainmount status")
     if len(mounts) > 1:
-        names = ", ".join(str(mount.mountpoint) for mount in mounts)
-        raise WrongName(f"{pattern}: name the mount (--mount), there are several: {names}")
-    return mounts[0], pattern
+        raise WrongName(f"{pattern}: name the mount (--mount), there are several: {_names(mounts)}")
+    return mounts[0], os.path.normpath(pattern)
+
+
+def _names(mounts: Sequence[Mount]) -> str:
+    return ", ".join(str(mount.mountpoint) for mount in mounts)
 
 
 def _unlinked(path: str, mounts: Sequence[Mount]) -> str:
