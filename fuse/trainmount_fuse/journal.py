@@ -4,7 +4,8 @@ it, which uploads in parts are begun, and which local bytes went beside a later 
 Called by `staging` and `streaming`, from worker threads. A row's id is the name of the staging
 file. What announces bytes is on disk when the method returns, before they are acknowledged. What
 only says that they are no longer needed outlives the process at once and the machine some time
-later: after a power failure the store is asked once more.
+later: after a power failure the store is asked once more. Changes raise OSError ENOSPC, EDQUOT, and
+sqlite3.OperationalError.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from trainmount_fuse.state import open_database
+from trainmount_fuse.state import open_database, refusal_of_disk
 
 __all__ = [
     "BegunUpload",
@@ -144,6 +145,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = threading.Lock()
         self._database, self.is_whole = open_database(path, self._SCHEMA, durable=True)
         """`is_whole`: rows of an earlier mount were readable, or there was none."""
@@ -261,8 +263,14 @@ class Journal:
         self, statement: str, values: tuple[object, ...], *, durable: bool = True
     ) -> sqlite3.Cursor:
         with self._lock:
-            if durable != self._is_durable:
-                # With a write-ahead log, NORMAL leaves the commit to the next one that is FULL.
-                self._database.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-                self._is_durable = durable
-            return self._database.execute(statement, values)
+            try:
+                if durable != self._is_durable:
+                    # With a write-ahead log, NORMAL leaves the commit to the next one that is FULL.
+                    mode = "FULL" if durable else "NORMAL"
+                    self._database.execute(f"PRAGMA synchronous={mode}")
+                    self._is_durable = durable
+                return self._database.execute(statement, values)
+            except sqlite3.OperationalError as error:
+                if refusal := refusal_of_disk(self._path, error):
+                    raise refusal from error
+                raise

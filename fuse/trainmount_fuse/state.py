@@ -7,14 +7,17 @@ on disk when it returns.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sqlite3
+import tempfile
 import time
 from collections import deque
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Intents", "get_meta", "open_database", "set_meta"]
+__all__ = ["Intents", "get_meta", "open_database", "refusal_of_disk", "set_meta"]
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +27,15 @@ _RESERVED_BYTES: Final = 2 << 20
 """Disk that each database holds for itself, and its log once more. A file that is looked up for the
 first time takes some hundred bytes.
 """
+
+_PROBE_BYTES: Final = 64 << 10
+
+_WRITE_FAILURES: Final = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+)
 
 
 def open_database(path: Path, schema: str, *, durable: bool) -> tuple[sqlite3.Connection, bool]:
@@ -40,6 +52,20 @@ def open_database(path: Path, schema: str, *, durable: bool) -> tuple[sqlite3.Co
             if part.exists():
                 part.rename(part.with_name(f"{part.name}.damaged-{time.time_ns()}"))
         return _opened(path, schema, durable=durable), False
+
+
+def refusal_of_disk(path: Path, error: sqlite3.OperationalError) -> OSError | None:
+    """Why a statement on the database at `path` failed, where its disk or a quota is full: sqlite
+    tells a quota as any other failed write.
+    """
+    if error.sqlite_errorcode not in _WRITE_FAILURES:
+        return None
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
+            os.posix_fallocate(probe.fileno(), 0, _PROBE_BYTES)
+    except OSError as refusal:
+        return refusal if refusal.errno in (errno.ENOSPC, errno.EDQUOT) else None
+    return None
 
 
 def _opened(path: Path, schema: str, *, durable: bool) -> sqlite3.Connection:

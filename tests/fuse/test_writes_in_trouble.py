@@ -9,6 +9,7 @@ import threading
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -106,6 +107,29 @@ async def test_a_journal_that_cannot_be_written_is_enospc_before_a_byte_is_taken
 @pytest.mark.quotes(
     "Unsent bytes are in the state directory, and the cache never takes their room.",
 )
+async def test_a_quota_that_stops_the_journal_is_edquot(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sqlite calls it a failed write and nothing more."""
+    a = await world.node()
+    await a.write("f", b"base")
+    fh = await a.open("f", os.O_RDWR)
+    refused = sqlite3.OperationalError("disk I/O error")
+    refused.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+    journal = a.fs.core.staging._journal
+    database = SimpleNamespace(execute=Mock(side_effect=refused))
+    full = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "_database", database)
+        with pytest.raises(sqlite3.OperationalError):
+            await a.fs.write(fh, 0, b"new")
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=full))
+        assert await world.errno_from(a.fs.write(fh, 0, b"new")) == errno.EDQUOT
+    assert await a.fs.write(fh, 0, b"new") == 3
+    await a.close(fh)
+    assert world.remote_files() == {"f": b"newe"}
+
+
 async def test_the_cache_makes_room_for_writes_and_never_takes_it_from_them(world: Any) -> None:
     """The store is down and three files wait while other files fill the cache and leave it."""
     a = await world.node(cache_size_bytes=200 * KIB)
