@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,8 +87,8 @@ def test_what_others_change_shows_after_its_timeout(nodes: Nodes, place: Place) 
     (place.a / "made").write_bytes(b"made")
     closed_at = time.monotonic()
     while shown(place.b) != after:
-        # Twice the second, and what a busy machine adds.
-        assert time.monotonic() - closed_at < 10
+        # Two seconds, and what a busy machine adds.
+        assert time.monotonic() - closed_at < 30
     assert shown(there) == before
     trainmount("refresh", "--mount", patient.mountpoint)
     assert shown(there) == after
@@ -107,7 +109,7 @@ def test_a_missing_name_that_others_make_shows_after_its_timeout(
     closed_at = time.monotonic()
     # No listing, which would tell of it.
     while not (place.b / "made").exists():
-        assert time.monotonic() - closed_at < 10
+        assert time.monotonic() - closed_at < 30
     assert not there.exists()
     assert patient.stop() == 0
 
@@ -204,10 +206,12 @@ def test_a_store_that_does_not_answer(nodes: Nodes, place: Place) -> None:
     reader, writer = os.open(here / "f", os.O_RDONLY), os.open(here / "new", os.O_CREAT | os.O_RDWR)
     os.write(writer, b"new")
     nodes.refuse(route="*", status=503)
-    assert [errno_of(call) for call in ((here / "g").stat, (here / "none").stat)] == ["EAGAIN"] * 2
-    assert errno_of(os.listdir, here) == "EAGAIN"
-    changes = [(here / "d").mkdir, (here / "g").open, (here / "f").unlink]
-    assert [errno_of(call) for call in changes] == ["EAGAIN"] * 3
+    calls = [
+        *((here / "g").stat, (here / "none").stat, (here / "g").open),
+        *(partial(os.listdir, here), (here / "d").mkdir, (here / "f").unlink),
+    ]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        assert list(threads.map(errno_of, calls)) == ["EAGAIN"] * len(calls)
     assert errno_of(os.pread, reader, 1, 0) == "EIO"
     assert errno_of(os.fsync, writer) == "EIO"
     assert errno_of(os.close, writer) == "EIO"
