@@ -31,6 +31,22 @@ volume.read_into("file", ByteRange(0, 7), buffer)
 print(buffer.decode())
 """
 
+PUT = """
+import asyncio, os, pickle, sys, threading, time
+volume = pickle.load(sys.stdin.buffer)
+volume.stat("file")
+ours = {thread.ident for thread in threading.enumerate()}
+call = asyncio.BaseEventLoop.call_soon_threadsafe
+def call_slowly(*args, **options):
+    handle = call(*args, **options)
+    if threading.get_ident() not in ours:
+        time.sleep(0.5)
+        os.write(1, b"out")
+    return handle
+asyncio.BaseEventLoop.call_soon_threadsafe = call_slowly
+volume.put("new", b"content", want_version=False)
+"""
+
 
 @pytest.fixture(autouse=True)
 def no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +75,15 @@ def bucket(server: ScriptedServer) -> Iterator[BucketVolume]:
     )
     yield opened
     opened.close()
+
+
+def environment_of(server: ScriptedServer) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": server.url,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
 
 
 def read(bucket: BucketVolume) -> bytes:
@@ -134,12 +159,7 @@ def test_a_pickled_volume_holds_no_options_and_reads_with_its_environment(
     pickled = pickle.dumps(pickle.loads(pickle.dumps(bucket)))
     assert SECRET.encode() not in pickled
     assert b"AKIAEXAMPLE" not in pickled
-    environment = {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-    }
+    environment = environment_of(server)
     done = subprocess.run(
         [sys.executable, "-c", READ],
         input=pickled,
@@ -154,3 +174,19 @@ def test_a_pickled_volume_holds_no_options_and_reads_with_its_environment(
     opened = open_volume("s3://bucket/data")
     assert opened.stat("file").size_bytes == 7
     opened.close()
+
+
+@pytest.mark.parametrize("ending", ["volume.close()", ""])
+def test_a_process_ends_only_when_the_librarys_threads_are_out_of_it(
+    bucket: BucketVolume, server: ScriptedServer, ending: str
+) -> None:
+    """They stay in the interpreter for a moment after what they brought was taken."""
+    done = subprocess.run(
+        [sys.executable, "-c", PUT + ending],
+        input=pickle.dumps(bucket),
+        capture_output=True,
+        check=False,
+        timeout=WAIT_SECONDS,
+        env=os.environ | environment_of(server),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"out" * 2, b"")

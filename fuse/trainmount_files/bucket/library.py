@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -42,6 +43,11 @@ _CLOSE_SECONDS: Final = 5.0
 
 _SETTLE_SECONDS: Final = 0.05
 """For obstore's threads to let go of the buffers of the last requests."""
+
+_LEAVE_SECONDS: Final = 1.0
+"""For those that are inside the interpreter, where a busy machine may keep them, to leave it."""
+
+_POLL_SECONDS: Final = 0.005
 
 
 class _Fork:
@@ -114,6 +120,7 @@ class Calls:
         self._open = True
         self._running: set[Future[Any]] = set()
         self._blocking = BlockingCalls()
+        _BLOCKING.add(self._blocking)
         self._thread = threading.Thread(target=self._serve, name="trainmount-bucket", daemon=True)
         self._thread.start()
         _KEPT.append(self)
@@ -151,6 +158,7 @@ class Calls:
             future.cancel()
             with self._lock:
                 self._running.discard(future)
+            _Ended.at = time.monotonic()
         # Outside of the handler: obstore's own text may hold what must not be said.
         raise failure
 
@@ -175,6 +183,8 @@ class Calls:
             raise
         except Exception as error:
             failure = to_volume_error(error, operation, path)
+        finally:
+            _Ended.at = time.monotonic()
         raise failure
 
     def close(self) -> None:
@@ -191,10 +201,6 @@ class Calls:
         self._thread.join(_CLOSE_SECONDS)
         with suppress(ValueError):
             _KEPT.remove(self)
-
-    def wait_for_threads(self, seconds: float) -> None:
-        """After `close`: let calls that were given up come to their end, for that long at most."""
-        self._blocking.join(seconds)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -213,18 +219,39 @@ class Calls:
 # it shares the kernel's poll set.
 _KEPT: Final[list[Calls]] = []
 
+_BLOCKING: Final[weakref.WeakSet[BlockingCalls]] = weakref.WeakSet()
+"""Those that a thread is in outlive their volume."""
+
+
+class _Ended:
+    """When the last call of this process ended, of whichever volume; it may be closed now."""
+
+    at: float | None = None
+
 
 def _close_all() -> None:
     """At the interpreter's end: a thread of obstore's that wanted it after that would abort the
     process.
     """
-    ours = [calls for calls in _KEPT if calls.pid == os.getpid()]
-    for calls in ours:
+    for calls in [calls for calls in _KEPT if calls.pid == os.getpid()]:
         calls.close()
-    for calls in ours:
-        calls.wait_for_threads(_CLOSE_SECONDS)
-    if ours:
-        time.sleep(_SETTLE_SECONDS)
+    if _Ended.at is None:
+        return
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for blocking in list(_BLOCKING):
+        blocking.join(deadline - time.monotonic())
+    time.sleep(max(0.0, _Ended.at + _SETTLE_SECONDS - time.monotonic()))
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while _has_foreign_thread() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _has_foreign_thread() -> bool:
+    """Whether a thread that Python did not start is in Python code, as obstore's are while they
+    hand over what they brought.
+    """
+    ours = {thread.ident for thread in threading.enumerate()}
+    return any(ident not in ours for ident in sys._current_frames())
 
 
 close_stores_at_end(_close_all)
