@@ -1,6 +1,6 @@
 # The two commands of a fresh machine are `make demo` and `make test`; each installs what it needs first.
 PYTHON := .venv/bin/python
-FAST := tests/test_layout.py tests/test_imports.py tests/files tests/server tests/fuse tests/csi tests/operator tests/charts tests/cli tests/runtime tests/manifests
+FAST := tests/test_layout.py tests/test_imports.py tests/test_semantics.py tests/files tests/server tests/fuse tests/csi tests/operator tests/charts tests/cli tests/runtime tests/manifests
 
 .PHONY: demo test lint format test-mount test-cluster test-external examples benchmarks clean
 
