@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -181,9 +182,11 @@ class BlockCache:
         fetch: Fetch,
         *,
         on_fetched: OnFetched | None = None,
+        before_copy: Callable[[], None] | None = None,
     ) -> bytes | bytearray:
         """Exactly that range, which must not be empty and must lie inside the file. Waits, but for
-        no disk where the store can give the bytes.
+        no disk where the store can give the bytes. `before_copy` is called, maybe more than once,
+        when nothing is waited for any more and the answer takes memory of its own.
 
         Raises:
             what `fetch` raises.
@@ -194,6 +197,8 @@ class BlockCache:
             has_missed |= bool(
                 self._fetching.have(file, first, last, fetch, on_fetched, is_ahead=False)
             )
+            if before_copy is not None:
+                before_copy()
             data = self._copy(file, offset, size, can_wait=True)
             if data is not None:
                 self._count_read(is_hit=not has_missed)

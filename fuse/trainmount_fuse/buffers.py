@@ -64,7 +64,7 @@ class BufferPool:
         return Buffer(size)
 
     def try_take(self, size_bytes: int) -> Buffer | None:
-        """One of exactly that size, with its share of the mount's memory; none where a new one has no
+        """One of exactly that size, with its share of memory; none where a new one has no
         room.
         """
         with self._lock:

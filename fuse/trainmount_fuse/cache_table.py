@@ -157,6 +157,10 @@ class CacheTable:
         self._bytes.release()
         self._mapping.close()
 
+    def let_pages_go(self) -> None:
+        """Leave the table to the kernel's memory of files, from where it comes back."""
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+
     # Without the mutex.
 
     def find(self, key: BlockKey) -> Place | None:

@@ -55,6 +55,11 @@ class Core:
     memory: MemoryBudget
     """Of bytes on their way: read ahead, waiting for the disk, parts of uploads."""
 
+    answers: MemoryBudget
+    """The part of it for bytes that the kernel is about to be sent. Whoever waits for it waits for
+    nothing else than the event loop, and may hold what others wait for.
+    """
+
     tree: TreeLock
     """Taken before any inode's lock."""
 

@@ -57,6 +57,12 @@ __all__ = ["FailedFile", "Filesystem"]
 
 log = logging.getLogger(__name__)
 
+_SHARE_OF_ANSWERS: Final = 16
+_SHARE_OF_THREADS: Final = 16
+"""One part in so many of the mount's memory: for stacks, connections and small things of some
+hundred threads that wait for the store.
+"""
+
 _STATFS_BLOCK_BYTES: Final = 4096
 _STATFS_BYTES: Final = 1 << 50
 """A volume has no size. A pebibyte free keeps installers and `df` content."""
@@ -417,6 +423,8 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
     if get_meta(database, "made_ns") is None:
         set_meta(database, "made_ns", str(time.time_ns()))
     memory, journal = MemoryBudget(settings.memory_bytes), Journal(journal_path)
+    memory.split_off(settings.memory_bytes // _SHARE_OF_THREADS)
+    answers = memory.split_off(settings.memory_bytes // _SHARE_OF_ANSWERS)
     blocks = BlockCache(
         settings.cache_dir / "blocks",
         capacity_bytes=settings.cache_size_bytes,
@@ -433,6 +441,7 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
         settings=settings,
         workers=workers,
         memory=memory,
+        answers=answers,
         tree=TreeLock(),
         inodes=inodes,
         handles=HandleTable(database, settings.mount_id, settings.state_dir / "handles"),

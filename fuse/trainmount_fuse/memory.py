@@ -8,6 +8,7 @@ who only try.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -15,13 +16,33 @@ from typing import Final
 
 from trainmount_files.errors import Cancelled
 
-__all__ = ["DEFAULT_BYTES", "MemoryBudget", "MemoryStatistics"]
+__all__ = [
+    "DEFAULT_BYTES",
+    "MemoryBudget",
+    "MemoryStatistics",
+    "bound_allocator",
+    "return_free_memory",
+]
 
 DEFAULT_BYTES: Final = 256 << 20
 """Four readers with full windows of 64 MiB."""
 
 _POLL_SECONDS: Final = 0.1
 """How often a waiter looks whether it was cancelled; being given memory wakes it at once."""
+
+
+# glibc's mallopt; malloc.h
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
+
+_OWN_MAPPING_BYTES: Final = 128 << 10
+"""What is larger goes back to the system when it is freed. glibc begins with this too, but raises
+it to the largest that was ever freed.
+"""
+
+_MAX_ARENAS: Final = 2
+"""Otherwise some hundred threads have some ten, and each keeps what its busiest moment took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +64,14 @@ class MemoryBudget:
         self._used_bytes = 0
         self._peak_bytes = 0
         self._num_waits = 0
+        self._parts: list[MemoryBudget] = []
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
 
     @property
     def used_bytes(self) -> int:
         """What is taken and not given back yet."""
-        return self._used_bytes
+        return self._used_bytes + sum(part.used_bytes for part in self._parts)
 
     @property
     def peak_bytes(self) -> int:
@@ -60,6 +82,13 @@ class MemoryBudget:
     def is_short(self) -> bool:
         """Somebody waits: memory that is only held in case should be given back."""
         return bool(self._waiting)
+
+    def split_off(self, num_bytes: int) -> MemoryBudget:
+        """A part for a purpose of its own that nobody else takes from. Before anybody waits."""
+        part = MemoryBudget(num_bytes)
+        with self._changed:
+            self._parts.append(part)
+        return part
 
     def try_take(self, num_bytes: int) -> bool:
         """Take where there is room and nobody waits for it; never waits."""
@@ -105,14 +134,36 @@ class MemoryBudget:
         with self._changed:
             return MemoryStatistics(
                 limit_bytes=self._limit_bytes,
-                used_bytes=self._used_bytes,
+                used_bytes=self.used_bytes,
                 peak_bytes=self._peak_bytes,
-                num_waits=self._num_waits,
+                num_waits=self._num_waits
+                + sum(part.statistics().num_waits for part in self._parts),
             )
 
     def _fits(self, num_bytes: int) -> bool:
-        return not self._used_bytes or self._used_bytes + num_bytes <= self._limit_bytes
+        limit_bytes = self._limit_bytes - sum(part._limit_bytes for part in self._parts)
+        return not self._used_bytes or self._used_bytes + num_bytes <= limit_bytes
 
     def _take(self, num_bytes: int) -> None:
         self._used_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+
+
+def bound_allocator() -> None:
+    """Let the C library keep little of what is freed. Once a process, before its threads start;
+    does nothing where the library is not glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, _MAX_ARENAS)
+        mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _OWN_MAPPING_BYTES)
+
+
+def return_free_memory() -> None:
+    """Give whole pages that are free to the system, wherever they lie. Takes milliseconds; does
+    nothing where the library is not glibc.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -22,6 +22,7 @@ from trainmount_fuse.blocks import Fetch
 from trainmount_fuse.core import Core, file_key
 from trainmount_fuse.handles import Handle
 from trainmount_fuse.inodes import Inode, Link
+from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.next_files import NextFiles
 from trainmount_fuse.push import Pages, StorePages
 from trainmount_fuse.read_patterns import Streams
@@ -48,6 +49,26 @@ _SAME_FAILURE_SECONDS: Final = 1.0
 """The kernel asks again at once for a page that it could not read ahead. Where finding out took
 long, the answer is the same.
 """
+
+
+class _Room:
+    """The memory of an answer, from the moment that a thread makes it until the event loop sends
+    it. Many reads may be answered at once, and one is sent at a time.
+    """
+
+    def __init__(self, memory: MemoryBudget, num_bytes: int) -> None:
+        self._memory = memory
+        self._num_bytes = num_bytes
+        self._is_taken = False
+
+    def take(self) -> None:
+        if not self._is_taken:
+            self._memory.take(self._num_bytes)
+            self._is_taken = True
+
+    def give_back(self) -> None:
+        if self._is_taken:
+            self._memory.give_back(self._num_bytes)
 
 
 class _OpenFile:
@@ -256,7 +277,9 @@ class Reading:
         block = core.settings.block_size_bytes
         is_here = opened.file.has(offset // block, (offset + size - 1) // block)
         fetch = self.fetch_with(stat, self._ending)
-        read = partial(core.blocks.read, opened.file, offset, size, fetch)
+        room = _Room(core.answers, size)
+        blocks = core.blocks
+        read = partial(blocks.read, opened.file, offset, size, fetch, before_copy=room.take)
         pages = opened.pages
         core.blocks.retain(opened.file)
         if pages is not None:
@@ -278,6 +301,8 @@ class Reading:
                 opened.failure = (offset, offset + size, now + _SAME_FAILURE_SECONDS, error)
             raise
         finally:
+            # The caller sends what is returned before anything else runs.
+            room.give_back()
             if pages is not None:
                 pages.end_read(offset, size)
             core.blocks.release(opened.file)

@@ -114,6 +114,10 @@ class SharedCells:
             os.close(self._direct_fd)
         os.close(self._fd)
 
+    def return_memory(self) -> None:
+        """Nobody asks for much now: do without the table in memory of our own."""
+        self._table.let_pages_go()
+
     def find(self, key: BlockKey) -> Place | None:
         """Where a block is, whoever put it there; None where it is not."""
         return self._table.find(key)

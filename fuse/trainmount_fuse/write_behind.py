@@ -21,7 +21,7 @@ import xxhash
 from trainmount_fuse.block_file import BlockFile, HeldRange
 from trainmount_fuse.buffers import Buffer, BufferPool, padded_size
 from trainmount_fuse.cache_table import BlockKey, Place
-from trainmount_fuse.memory import MemoryBudget
+from trainmount_fuse.memory import MemoryBudget, return_free_memory
 from trainmount_fuse.shared_cells import SharedCells
 
 __all__ = ["WriteBehind"]
@@ -38,6 +38,11 @@ _UNREAD_SECONDS: Final = 2.0
 """How long a range that is on disk stays in memory for a reader that has not come yet."""
 
 _TIDY_SECONDS: Final = 1.0
+_CALM_ROUNDS: Final = (2, 12)
+"""How often there was nothing to do when free memory is returned to the system: soon, and when
+threads that had nothing to do either have ended.
+"""
+
 _ROOM_SECONDS: Final = 10.0
 """How long read-ahead waits for memory."""
 
@@ -147,6 +152,7 @@ class WriteBehind:
         self._logged_at = -_LOG_SECONDS
         self._is_closing = False
         self._is_untidy = True
+        self._num_calm = _CALM_ROUNDS[-1]
         # One, so that what is read together stands together.
         self._writer = threading.Thread(target=self._run, name="cache-write", daemon=True)
         if cells is not None:
@@ -361,18 +367,26 @@ class WriteBehind:
 
     def _next(self) -> list[HeldRange]:
         """The next ranges to write; none at the end. Tidies up while there are none."""
+        assert self._cells is not None
         while True:
             with self._changed:
                 while not self._queue and not self._is_closing and not self._is_untidy:
-                    is_idle = not self._clean and not self.pool.idle_bytes
+                    is_calm = not self._clean and not self.pool.idle_bytes
+                    is_idle = is_calm and self._num_calm >= _CALM_ROUNDS[-1]
                     if not self._changed.wait(None if is_idle else _TIDY_SECONDS):
                         break
                 if self._queue:
+                    self._num_calm = 0
                     return self._batch()
                 if self._is_closing:
                     return []
                 self._is_untidy = False
                 self._let_old_go()
+                self._num_calm += not self._held_bytes
+                is_due = self._num_calm in _CALM_ROUNDS
+            if is_due:
+                return_free_memory()
+                self._cells.return_memory()
             self._trim()
 
     def _batch(self) -> list[HeldRange]:

@@ -82,3 +82,17 @@ def test_many_threads_never_hold_more_than_the_limit() -> None:
         list(threads.map(work, range(8)))
     assert budget.used_bytes == 0
     assert 400 <= budget.peak_bytes <= 1000
+
+
+def test_what_is_split_off_is_nobody_elses_and_counts_as_used() -> None:
+    budget = MemoryBudget(100)
+    part = budget.split_off(30)
+    assert budget.try_take(70)
+    assert not budget.try_take(1)
+    assert part.try_take(30)
+    assert not part.try_take(1)
+    assert (budget.used_bytes, part.used_bytes) == (100, 30)
+    assert budget.statistics().limit_bytes == 100
+    budget.give_back(70)
+    assert not part.try_take(1)
+    assert budget.used_bytes == 30

@@ -36,6 +36,7 @@ from trainmount_fuse.adapter import (
 from trainmount_fuse.control.commands import Commands
 from trainmount_fuse.control.server import serve_control
 from trainmount_fuse.filesystem import Filesystem
+from trainmount_fuse.memory import bound_allocator
 from trainmount_fuse.session.exit_codes import (
     EXIT_AWAY,
     EXIT_CONFIGURATION,
@@ -94,6 +95,7 @@ def run_daemon(
     it is None.
     """
     _raise_descriptor_limit()
+    bound_allocator()
     # Tells where each thread stands, also where the event loop does not move any more.
     faulthandler.register(signal.SIGQUIT)
     control = socket.socket(fileno=control_fd)
