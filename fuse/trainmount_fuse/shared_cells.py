@@ -48,6 +48,12 @@ the cache meanwhile.
 """
 
 _MUTEX_POLL_SECONDS: Final = 0.0002
+_MADE_SECONDS: Final = 1.5
+"""How long another process may take to look for the file or make it. Longer than that, this mount
+keeps nothing on disk: its programs wait meanwhile.
+"""
+
+_MADE_POLL_SECONDS: Final = 0.005
 _MAX_TRIMMED: Final = 64
 """Cells given back to the disk in one go, so that nobody holds the mutex for long."""
 
@@ -374,16 +380,31 @@ def _claim(key: BlockKey) -> int:
 
 @contextmanager
 def _made_alone(directory: Path) -> Iterator[None]:
-    """Only one process looks for the file or makes it."""
+    """Only one process looks for the file or makes it. Raises OSError where another does not end.
+
+    A process that was killed keeps the lock for as long as the kernel holds one of its threads.
+    """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "the cache directory belongs to another user")
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _MADE_SECONDS
+        while not _try_flock(fd):
+            if time.monotonic() > deadline:
+                raise OSError(errno.EBUSY, "another process is opening the cache and does not end")
+            time.sleep(_MADE_POLL_SECONDS)
         yield
     finally:
         os.close(fd)
+
+
+def _try_flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _open_file(path: Path, capacity_bytes: int, cell_bytes: int) -> tuple[int, Geometry]:

@@ -4,6 +4,7 @@ process stand for two processes; where death matters, there are real ones.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -48,6 +49,22 @@ def test_what_one_mount_fetched_the_other_does_not(make_cache: MakeCache) -> Non
     assert source.asked_blocks == []
     assert other.statistics().num_hits == 1
     assert one.statistics().cached_bytes == other.statistics().cached_bytes == 20 * BLOCK
+
+
+def test_a_process_that_holds_the_directory_and_does_not_end_costs_the_cache_and_not_the_mount(
+    make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainmount_fuse.shared_cells._MADE_SECONDS", 0.05)
+    directory = tmp_path / "blocks"
+    directory.mkdir(0o700)
+    descriptor = os.open(directory, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    source = Source(1, 4)
+    alone = make_cache()
+    assert read_whole(alone, source) == source.data()
+    assert alone.statistics().limit_bytes == 0
+    os.close(descriptor)
+    assert make_cache().statistics().limit_bytes > 0
 
 
 def test_volumes_with_files_of_one_name_and_version_share_nothing(make_cache: MakeCache) -> None:
