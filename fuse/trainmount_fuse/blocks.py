@@ -181,7 +181,6 @@ class BlockCache:
         size: int,
         fetch: Fetch,
         *,
-        on_fetched: OnFetched | None = None,
         before_copy: Callable[[], None] | None = None,
     ) -> bytes | bytearray:
         """Exactly that range, which must not be empty and must lie inside the file. Waits, but for
@@ -194,9 +193,7 @@ class BlockCache:
         first, last = self._span(offset, size)
         has_missed = False
         for _attempt in range(_MAX_ATTEMPTS):
-            has_missed |= bool(
-                self._fetching.have(file, first, last, fetch, on_fetched, is_ahead=False)
-            )
+            has_missed |= bool(self._fetching.have(file, first, last, fetch, None, is_ahead=False))
             if before_copy is not None:
                 before_copy()
             data = self._copy(file, offset, size, can_wait=True)
@@ -210,8 +207,6 @@ class BlockCache:
             fetch(ByteRange(offset, offset + size), memoryview(buffer))
         finally:
             self._memory.give_back(size)
-        if on_fetched is not None:
-            on_fetched(offset, memoryview(buffer))
         self._count_read(is_hit=False)
         return buffer
 
@@ -245,8 +240,12 @@ class BlockCache:
         loaded = self._held.take(file, first, last, is_ahead=True)
         try:
             size = loaded.num_unread_bytes
-            if not all(self._load_block(file, i, loaded) for i in range(first, last + 1)):
-                return False
+            index = first
+            while index <= last:
+                num_blocks = self._load_run(file, index, loaded)
+                if not num_blocks:
+                    return False
+                index += num_blocks
             on_loaded(file.offset_of(first), loaded.buffer.view[:size])
             return True
         finally:
@@ -417,6 +416,22 @@ class BlockCache:
         if is_right and not around:
             file.verified[index] = place
         return is_right
+
+    def _load_run(self, file: BlockFile, first: int, loaded: HeldRange) -> int:
+        """Read blocks from `first` on that stand together, or one; how many, 0 for failure."""
+        places: list[Place] = []
+        for index in range(first, loaded.last + 1):
+            place = None if index in file.held else file.place_of(index)
+            is_direct = place is not None and place.length >= _DIRECT_BYTES
+            if place is None or not is_direct or (places and not place.follows(places[-1])):
+                break
+            places.append(place)
+        if self._cells is not None and len(places) > 1:
+            pages = loaded.padded_view(first, first + len(places) - 1)
+            if self._cells.read_together(places, pages):
+                return len(places)
+        # One by one, to find the one that is damaged.
+        return int(self._load_block(file, first, loaded))
 
     def _load_block(self, file: BlockFile, index: int, loaded: HeldRange) -> bool:
         place = None if index in file.held else file.place_of(index)

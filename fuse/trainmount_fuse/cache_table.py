@@ -93,6 +93,11 @@ class Place(NamedTuple):
     length: int
     checksum: int
 
+    def follows(self, other: Place) -> bool:
+        """Whether it begins where the other ends."""
+        is_near = (self.cell, self.generation) == (other.cell, other.generation)
+        return is_near and self.offset == other.offset + other.length
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:

@@ -138,7 +138,7 @@ def test_who_asks_is_told_each_fetched_range_once(make_cache: MakeCache) -> None
         told.append((offset, bytes(data)))
 
     cache.ensure(file, 0, 4, source.fetch, on_fetched=note)
-    cache.read(file, 0, len(source.data), source.fetch, on_fetched=note)
+    cache.ensure(file, 0, 6, source.fetch, on_fetched=note)
     assert [(offset // BLOCK, len(data)) for offset, data in told] == [
         (0, 4 * BLOCK),
         (4, BLOCK),
@@ -176,6 +176,41 @@ def test_blocks_on_disk_and_in_memory_are_told_in_one_piece_if_all_are_here(
     assert len(told) == 1
     assert cache.statistics().num_bad_blocks == 1
     assert cache.ensure(file, 1, 3, source.fetch) == {2}
+
+
+def test_large_blocks_that_stand_together_are_read_in_one_piece_and_a_damaged_one_is_found(
+    make_cache: MakeCache, tmp_path: Path
+) -> None:
+    block, told = 512 << 10, []
+    large = {
+        "block_size_bytes": block,
+        "max_fetch_bytes": 4 * block,
+        "cell_bytes": 4 * block,
+        "capacity_bytes": 256 * block,
+    }
+
+    def note(offset: int, data: memoryview) -> None:
+        told.append((offset, bytes(data)))
+
+    source = Source(6 * block + 7)
+    first = make_cache(**large)
+    first.ensure(first.open(source.key), 0, 6, source.fetch)
+    first.close()
+    cache = make_cache(**large)
+    file = cache.open(source.key)
+    assert cache.load(file, 0, 6, note)
+    assert told == [(0, source.data)]
+    (path,) = tmp_path.glob("blocks/*.cache")
+    at = path.read_bytes().index(source.data[2 * block : 3 * block])
+    with path.open("r+b") as opened:
+        opened.seek(at + 5)
+        opened.write(b"nonsense")
+    assert not cache.load(file, 0, 6, note)
+    assert len(told) == 1
+    assert cache.statistics().num_bad_blocks == 1
+    assert cache.ensure(file, 0, 6, source.fetch) == {2}
+    assert cache.load(file, 0, 6, note)
+    assert told[1] == (0, source.data)
 
 
 def test_another_version_shares_no_block(make_cache: MakeCache) -> None:
