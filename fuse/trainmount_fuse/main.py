@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Final, NoReturn
 
 from trainmount_fuse.control.command_line import add_control_commands
+from trainmount_fuse.control.text import printable
 from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.options import (
     add_log_options,
@@ -62,7 +63,8 @@ class _Parser(argparse.ArgumentParser):
     """One line for a mistake: the usage of `mount` is longer than a screen."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_CONFIGURATION, f"trainmount: {message}; see {self.prog} --help\n")
+        line = printable(f"{message}; see {self.prog} --help")
+        self.exit(EXIT_CONFIGURATION, f"trainmount: {line}\n")
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -103,7 +105,7 @@ def _mount(options: argparse.Namespace) -> int:
     try:
         return _mount_in_foreground(options) if options.foreground else _mount_behind(options)
     except (MountError, SettingsError) as error:
-        print(f"trainmount: {error}", file=sys.stderr)
+        print(f"trainmount: {printable(str(error))}", file=sys.stderr)
         return EXIT_CONFIGURATION
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in _LIBRARIES:
@@ -182,7 +184,7 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         handover = request_handover(options.keeper, options.timeout)
     except HandoverError as error:
-        print(f"trainmount: {error}", file=sys.stderr)
+        print(f"trainmount: {printable(str(error))}", file=sys.stderr)
         return EXIT_CONFIGURATION
     supervisor = Supervisor(
         handover,

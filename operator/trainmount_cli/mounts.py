@@ -41,12 +41,14 @@ ListOption = Annotated[
 def as_cli_errors() -> Iterator[None]:
     """Let what a mount cannot do be one line and an exit status."""
     from trainmount_fuse.control.protocol import ControlError
+    from trainmount_fuse.control.text import printable
 
     try:
         yield
     except ControlError as error:
         code = "NOT_FOUND" if error.exit_code == EXIT_USAGE else "INTERNAL_ERROR"
-        raise CliError(str(error), code=code, exit_status=error.exit_code) from None
+        message = printable(str(error))
+        raise CliError(message, code=code, exit_status=error.exit_code) from None
 
 
 def as_path(mountpoint: str | None) -> Path | None:

@@ -115,6 +115,17 @@ def test_wrong_arguments_name_what_is_wrong_and_exit_with_2(arguments, what, cap
     assert what in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["status"], ["unmount"], ["mount", "file:///tmp"]])
+def test_a_name_with_control_characters_acts_on_no_terminal(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = ["--foreground"] if command[0] == "mount" else []
+    assert main([*command, f"{tmp_path}/a\n\x1b[31mb", *options]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "/a\\n\\x1b[31mb" in said
+
+
 def test_a_setting_that_cannot_be_is_one_line(tmp_path, capsys, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", list(root.handlers))

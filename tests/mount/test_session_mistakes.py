@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,26 @@ def test_an_ordinary_user_without_fusermount3_is_told_of_it(nobody, open_path, o
     )
     assert done.returncode == 2
     assert "install fuse3 (fusermount3 is not installed)" in done.stderr.splitlines()[-1]
+    assert find_mount(open_path / "mnt") is None
+
+
+def test_an_ordinary_user_is_told_what_allow_other_needs(nobody, open_path, open_fuse_device):
+    if shutil.which("fusermount3") is None:
+        pytest.skip("needs fusermount3")
+    configuration = Path("/etc/fuse.conf")
+    if configuration.exists() and "\nuser_allow_other" in configuration.read_text():
+        pytest.skip("user_allow_other is in /etc/fuse.conf")
+    for name in ("volume", "mnt"):
+        (open_path / name).mkdir()
+        os.chown(open_path / name, 65534, 65534)
+    os.chown(open_path, 65534, 65534)
+    done = nobody.run(
+        *("-m", "trainmount_fuse", "mount", "--allow-other", "--foreground"),
+        *(f"file://{open_path}/volume", f"{open_path}/mnt"),
+        *("--cache-dir", f"{open_path}/cache", "--state-dir", f"{open_path}/state"),
+    )
+    assert done.returncode == 2
+    assert "add the line user_allow_other to /etc/fuse.conf" in done.stderr.splitlines()[-1]
     assert find_mount(open_path / "mnt") is None
 
 

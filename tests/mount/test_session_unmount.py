@@ -258,13 +258,25 @@ def test_a_mount_is_ended_by_its_name_or_a_link_to_it_and_by_nothing_inside(star
     assert not mount.is_mounted()
 
 
-def test_no_process_is_killed_on_the_word_of_another_user(start_mount, tmp_path, nobody):
+def test_a_mount_of_another_user_is_left_to_that_one(start_mount, tmp_path, nobody):
+    mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
+    for options in ((), ("--force",)):
+        done = nobody.run("-m", "trainmount_fuse", "unmount", str(mount.mountpoint), *options)
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"trainmount: {mount.mountpoint} was mounted by another user: that one and root can "
+            "end it\n"
+        )
+    assert (mount.mountpoint / "f").exists()
+
+
+def test_no_process_is_killed_on_the_word_of_another_user(start_mount, tmp_path):
     """A record tells root which process keeps a mount of its user."""
     mount = start_mount(f"file://{tmp_path}/mnt.files", toy="none")
     record = find_record(mount.mountpoint)
     assert record is not None
     with _program(READING, tmp_path) as bystander:
-        lie = replace(record, holder_pid=bystander.pid, uid=nobody)
+        lie = replace(record, holder_pid=bystander.pid, uid=65534)
         with pytest.raises(CommandError, match="does not belong to who mounted"):
             kill_holder(lie)
         assert bystander.communicate("", timeout=60) == ("", "")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from trainmount_fuse.control.text import printable
 from trainmount_fuse.session.exit_codes import EXIT_ENDED, EXIT_FAILED
 
 __all__ = ["add_control_commands"]
@@ -135,4 +136,4 @@ def _print_lines(lines: Iterable[str]) -> None:
 
 
 def _complain(line: str) -> None:
-    print(f"trainmount: {line}", file=sys.stderr, flush=True)
+    print(f"trainmount: {printable(line)}", file=sys.stderr, flush=True)

@@ -80,8 +80,11 @@ class Commands:
             raise ControlError(f"this mount's daemon does not know the command {request!r}")
         try:
             return await function(patterns, tell)
-        except (VolumeError, OSError) as error:
+        except VolumeError as error:
             raise ControlError(str(error)) from error
+        except OSError as error:
+            place = "" if error.filename is None else f"{error.filename}: "
+            raise ControlError(f"{place}{error.strerror or error}") from error
 
     async def metrics(self) -> str:
         """The mount's numbers in Prometheus' text format."""

@@ -13,6 +13,7 @@ __all__ = [
     "evict_line",
     "failure_line",
     "flush_line",
+    "printable",
     "progress_line",
     "status_lines",
     "warm_lines",

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from trainmount_fuse.control.text import printable
 from trainmount_fuse.options import (
     add_change_options,
     add_log_options,
@@ -70,10 +71,10 @@ def _told_in_one_line(command: Any) -> Any:
         try:
             code: int = command(options)
         except SettingsError as error:
-            print(f"trainmount: {error}", file=sys.stderr)
+            print(f"trainmount: {printable(str(error))}", file=sys.stderr)
             return EXIT_CONFIGURATION
         except (CommandError, MountError) as error:
-            print(f"trainmount: {error}", file=sys.stderr)
+            print(f"trainmount: {printable(str(error))}", file=sys.stderr)
             return EXIT_FAILED
         return code
 
@@ -186,6 +187,8 @@ def _unmount_unkept(mountpoint: Path, *, is_forced: bool) -> int:
     mount = find_mount(mountpoint)
     if mount is None or mount.filesystem_type != FILESYSTEM_TYPE:
         raise MountError(f"nothing of trainmount is mounted at {mountpoint}")
+    if os.getuid() and f"user_id={os.getuid()}" not in mount.options.split(","):
+        raise MountError(f"{mountpoint} was mounted by another user: that one and root can end it")
     if remove_dead_mount(mountpoint):
         return EXIT_ENDED
     if is_forced:

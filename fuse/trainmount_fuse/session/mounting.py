@@ -104,6 +104,8 @@ class MountPoint:
     device_minor: int
     filesystem_type: str
     source: str
+    options: str
+    """Of the file system, as it tells them."""
 
 
 def mount_fuse(
@@ -254,6 +256,7 @@ def list_mounts() -> Iterator[MountPoint]:
             device_minor=int(fields[2].partition(":")[2]),
             filesystem_type=filesystem[0],
             source=_unescaped(filesystem[1]),
+            options=filesystem[2],
         )
 
 
@@ -375,6 +378,11 @@ def _mount_through_fusermount(target: Path, name: str, options: list[str], read_
     answer = fusermount_mount(target, name, [*options, "ro" if read_only else "rw"])
     if isinstance(answer, int):
         return answer
+    if "user_allow_other" in answer:
+        raise MountError(
+            "--allow-other is not open to ordinary users here: add the line user_allow_other to "
+            "/etc/fuse.conf, or leave the option out"
+        )
     raise MountError(
         f"not permitted to mount at {target}: run as root, or in a namespace of your own "
         f"(unshare -Urm), or install fuse3 ({answer})"
