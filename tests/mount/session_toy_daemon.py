@@ -29,6 +29,8 @@ NAMES = {b"f": 2, b"slow": 3}
 class ToyFilesystem:
     """The calls of `Filesystem` that reading takes."""
 
+    is_read_only = False
+
     def __init__(self, fault: str, configuration: dict[str, Any]) -> None:
         self._fault = fault
         # Only the first daemon hangs.
