@@ -164,9 +164,9 @@ class Filesystem:
         core = self._started()
         directory = core.directory(parent_ino)
         arrived_at = time.monotonic()
-        inode, asked_at = await core.resolve(
-            directory, decode_name(name), core.settings.entry_timeout_seconds
-        )
+        text = decode_name(name)
+        self._reading.begin_early(parent_ino, text)
+        inode, asked_at = await core.resolve(directory, text, core.settings.entry_timeout_seconds)
         if inode is None:
             return core.negative(asked_at)
         inode.lookup_count += 1

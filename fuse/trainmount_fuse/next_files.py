@@ -31,6 +31,13 @@ _MAX_WINDOW_FILES: Final = 64
 _NEAR: Final = 64
 """Places in the order by which processes that take turns may be apart."""
 
+_NEAR_SHARE: Final = 16
+_MIN_NEAR: Final = 8
+"""In a small directory, only so many parts of it: there, any two files are not far apart."""
+
+_MIN_READ_FILES: Final = 4
+"""Who has read so many files of a directory reads those whose names are looked up next."""
+
 _SCATTERED_SHARE: Final = 8
 _MIN_SCATTERED_FILES: Final = 16
 """Who has read one part in so many of a directory here and there, and at least so many files, is
@@ -41,6 +48,9 @@ _GUESSED_OF_READ: Final = 2
 """So many times the bytes that were read here and there may be fetched and not read yet: what a
 program wastes that stops is in proportion to what it used.
 """
+
+_MAX_COUNTED_BYTES: Final = 8 << 20
+"""Of one file that is read: of a larger one, maybe only the start was."""
 
 _MAX_SCATTERED_AT_ONCE: Final = 8
 """With each file whose reading begins."""
@@ -107,8 +117,10 @@ class NextFiles:
         if not folder.was_read[place]:
             folder.was_read[place] = 1
             folder.num_read += 1
-            folder.read_bytes += entries[name].size_bytes if name in entries else 0
-        is_near = folder.next_place >= 0 and abs(place - folder.next_place) <= _NEAR
+            size_bytes = entries[name].size_bytes if name in entries else 0
+            folder.read_bytes += min(size_bytes, _MAX_COUNTED_BYTES)
+        near = min(_NEAR, max(_MIN_NEAR, len(folder.names) // _NEAR_SHARE))
+        is_near = folder.next_place >= 0 and abs(place - folder.next_place) <= near
         if name in folder.expected:
             folder.window_files = min(_MAX_WINDOW_FILES, 2 * folder.window_files)
         elif is_near:
@@ -154,19 +166,36 @@ class NextFiles:
         place = folder.scattered_until
         while place < len(folder.names) and len(found) < _MAX_SCATTERED_AT_ONCE:
             name = folder.names[place]
-            if not folder.was_read[place] and name not in folder.expected:
+            is_asked = name in folder.expected or name in folder.scattered
+            if not folder.was_read[place] and not is_asked:
                 found.append(name)
             place += 1
         if not found:
             folder.scattered_until = place
         return found
 
+    def is_likely(self, folder: Folder, name: str) -> bool:
+        """Whether a name that is looked up is likely to be read at once, and was not guessed."""
+        place = folder.places.get(name)
+        return (
+            place is not None
+            and folder.num_read >= _MIN_READ_FILES
+            and not folder.was_read[place]
+            and name not in folder.expected
+            and name not in folder.scattered
+            and folder.scattered_bytes < _GUESSED_OF_READ * folder.read_bytes
+        )
+
+    def note_looked_up(self, folder: Folder, name: str, num_bytes: int) -> None:
+        """The file, whose name is being looked up, is being fetched."""
+        folder.scattered[name] = num_bytes
+        folder.scattered_bytes += num_bytes
+
     def note_scattered(self, folder: Folder, name: str, num_bytes: int) -> None:
         """The file is being fetched, or is here already where `num_bytes` is 0."""
         folder.scattered_until = folder.places[name] + 1
         if num_bytes:
-            folder.scattered[name] = num_bytes
-            folder.scattered_bytes += num_bytes
+            self.note_looked_up(folder, name, num_bytes)
 
     def take_used(self, folder: Folder, name: str) -> int:
         """Bytes that were fetched of a file that is read now."""

@@ -23,7 +23,7 @@ from trainmount_fuse.core import Core, file_key
 from trainmount_fuse.handles import Handle
 from trainmount_fuse.inodes import Inode, Link
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.next_files import NextFiles
+from trainmount_fuse.next_files import Folder, NextFiles
 from trainmount_fuse.push import Pages, StorePages
 from trainmount_fuse.read_patterns import Streams
 from trainmount_fuse.workers import Workers
@@ -123,6 +123,19 @@ class Reading:
         if data is not None:
             return data
         return await self._read_slowly(inode, stat, opened, offset, size)
+
+    def begin_early(self, directory_ino: int, name: str) -> None:
+        """The store is about to be asked for a name that a program looks up: where files of the
+        directory are being read, this one's bytes come meanwhile.
+        """
+        files, core = self._next_files, self._core
+        folder = files.find(directory_ino)
+        if folder is None or not core.prefetcher.max_bytes or not files.is_likely(folder, name):
+            return
+        entries, _listed_at = core.metadata.listed(directory_ino)
+        num_bytes = self._fetch_small_file(folder, entries.get(name))
+        if num_bytes:
+            files.note_looked_up(folder, name, num_bytes)
 
     def let_go(self, ino: int) -> None:
         """Nobody has the inode open any more."""
@@ -245,10 +258,19 @@ class Reading:
             room -= num_bytes
         max_scattered = core.settings.cache_size_bytes // _SCATTERED_SHARE if is_first else 0
         for name in files.scattered(folder, max_scattered) if core.prefetcher.max_bytes else ():
-            num_bytes = self._fetch_file(folder.scattered_streams, entries.get(name), max_scattered)
+            num_bytes = self._fetch_small_file(folder, entries.get(name))
             if num_bytes is None:
                 return
             files.note_scattered(folder, name, num_bytes)
+
+    def _fetch_small_file(self, folder: Folder, stat: FileStat | None) -> int | None:
+        """As `_fetch_file`, of a whole file; 0 also for one that is too large to be guessed in no
+        order.
+        """
+        max_bytes = self._core.settings.prefetch_fetch_bytes
+        if stat is not None and stat.size_bytes > max_bytes:
+            return 0
+        return self._fetch_file(folder.scattered_streams, stat, max_bytes)
 
     def _fetch_file(self, streams: Streams, stat: FileStat | None, room: int) -> int | None:
         """Have the first bytes of a file fetched; how many, 0 where they are here already, None

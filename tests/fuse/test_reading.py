@@ -102,6 +102,22 @@ async def test_who_reads_much_of_a_directory_in_no_order_finds_the_rest_fetched(
     assert figures.used_bytes + figures.wasted_bytes == figures.prefetched_bytes
 
 
+async def test_a_file_comes_while_its_name_is_asked_for_where_others_are_read(world: Any) -> None:
+    node = await world.node()
+    contents = {f"{number:03}": os.urandom(8 * KIB) for number in range(200)}
+    for name, content in contents.items():
+        (world.remote / name).write_bytes(content)
+    await node.entries()
+    for name in ("020", "060", "100", "140"):
+        assert await node.read(name) == contents[name]
+    before = node.volume.calls["read"]
+    for name in ("180", "181"):
+        await node.stat(name)
+    await node.settled(lambda: node.volume.calls["read"] == before + 2, "both are fetched")
+    assert await node.read("180") == contents["180"]
+    assert node.volume.calls["read"] == before + 2
+
+
 async def test_a_silent_store_holds_up_neither_names_nor_bytes_that_are_here(world: Any) -> None:
     node = await world.node(num_worker_threads=2)
     (world.remote / "here").write_bytes(b"h" * 8 * KIB)
