@@ -31,11 +31,14 @@ _READERS: Final = (1, 8)
 _NUM_STATS: Final = 320
 _NUM_STAT_THREADS: Final = 16
 
+_FAR_FILES: Final = 500
+"""With latency, where others take a second for some twenty files."""
+
 _DEFAULT: Final = "mount, every open asks the store"
-_LONG: Final = "mount, names believed for an hour"
+_LONG: Final = "mount, read-only, names believed for five minutes as rclone's mount does"
 _OURS: Final[dict[str, Sequence[str]]] = {
     _DEFAULT: (),
-    _LONG: ("--metadata-timeout=3600", "--open-timeout=3600"),
+    _LONG: ("--read-only", "--metadata-timeout=300", "--open-timeout=300"),
 }
 
 
@@ -45,6 +48,11 @@ def run(setting: Setting, bucket: Bucket, store: Store) -> list[Comparison]:
     for count in _READERS:
         for number in range(setting.repeats):
             link_tree(samples, bucket.directory / f"tree-{count}-{number}")
+    far_samples = setting.folder / "far-samples"
+    num_far = min(_FAR_FILES, setting.num_files)
+    _write_samples(far_samples, num_far, setting.file_bytes)
+    for number in range(setting.repeats):
+        link_tree(far_samples, bucket.directory / f"far-tree-{number}")
     stats = setting.folder / "stats"
     _write_samples(stats, _NUM_STATS, 100)
     for number in range(setting.repeats):
@@ -54,11 +62,13 @@ def run(setting: Setting, bucket: Bucket, store: Store) -> list[Comparison]:
     with mounted_side_by_side(bucket, setting.folder / "trees", _OURS) as mounts:
         for count in _READERS:
             results += _read_trees(setting, mounts, count)
+    latency = f"bucket with {setting.latency_ms:g} ms latency"
     with (
         delaying(bucket, setting.latency_ms, setting.folder / "relay-of-names") as far,
         mounted_side_by_side(far, setting.folder / "far-names", _OURS) as mounts,
     ):
-        results += _stats(setting, mounts, f"bucket with {setting.latency_ms:g} ms latency")
+        results += _stats(setting, mounts, latency)
+        results += _read_far_trees(setting, mounts, num_far, latency)
     with mounted(store, setting.folder / "files-api-names") as mount:
         store.set_latency(setting.latency_ms)
         results += _stats(
@@ -72,13 +82,8 @@ def _read_trees(
     setting: Setting, mounts: Mapping[str, AnyMount], num_processes: int
 ) -> list[Comparison]:
     def read(mount: AnyMount, number: int) -> Sample:
-        arguments = {
-            "path": str(mount.path / f"tree-{num_processes}-{number}"),
-            "num_processes": num_processes,
-            "num_files": setting.num_files,
-            "file_bytes": setting.file_bytes,
-        }
-        return mount.sample(lambda: _run("read_tree", arguments))
+        path = mount.path / f"tree-{num_processes}-{number}"
+        return _read_tree(mount, path, num_processes, setting.num_files, setting.file_bytes)
 
     def cold(mount: AnyMount) -> Callable[[int], Sample]:
         return lambda number: read(mount, number)
@@ -106,6 +111,35 @@ def _read_trees(
         samples = take_turns(sides, setting.repeats)
         results += _against_peers(f"{files}, {state}", samples, as_files(setting.num_files))
     return results
+
+
+def _read_far_trees(
+    setting: Setting, mounts: Mapping[str, AnyMount], num_files: int, where: str
+) -> list[Comparison]:
+    def cold(mount: AnyMount) -> Callable[[int], Sample]:
+        return lambda number: _read_tree(
+            mount, mount.path / f"far-tree-{number}", 1, num_files, setting.file_bytes
+        )
+
+    what = (
+        f"{num_files:,} files of {setting.file_bytes // 1000} kB by one process, "
+        f"nothing cached, {where}"
+    )
+    say(what)
+    sides = {name: cold(mount) for name, mount in mounts.items()}
+    return _against_peers(what, take_turns(sides, setting.repeats), as_files(num_files))
+
+
+def _read_tree(
+    mount: AnyMount, path: Path, num_processes: int, num_files: int, file_bytes: int
+) -> Sample:
+    arguments = {
+        "path": str(path),
+        "num_processes": num_processes,
+        "num_files": num_files,
+        "file_bytes": file_bytes,
+    }
+    return mount.sample(lambda: _run("read_tree", arguments))
 
 
 def _stats(setting: Setting, mounts: Mapping[str, AnyMount], where: str) -> list[Comparison]:
