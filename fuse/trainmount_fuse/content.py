@@ -74,6 +74,10 @@ class Content:
                 await self._drop_doubtful(inode)
             if inode.ino not in core.leaving or core.staged(inode) is not None:
                 break
+            if not inode.is_locked:
+                # Nobody is at it: a predecessor had done it, and the name was given anew.
+                core.leaving.discard(inode.ino)
+                break
             # Too late to keep its bytes for this handle: what comes of its name decides.
             async with inode.lock:
                 pass

@@ -262,3 +262,15 @@ async def test_opening_an_empty_file_to_cut_it_sets_its_time(world: Any) -> None
     await node.write("stamp", b"")
     assert (world.remote / "stamp").stat().st_mtime_ns >= before
     assert (await node.stat("stamp")).mtime_ns >= before
+
+
+async def test_a_name_that_a_dead_daemon_took_away_and_gave_anew_can_be_opened(world: Any) -> None:
+    node = await world.node()
+    await node.write("f", b"old")
+    await node.unlink("f")
+    handle = await node.open("f", os.O_CREAT | os.O_WRONLY)
+    await node.fs.write(handle, 0, b"new")
+    await node.fs.flush(handle)
+    await node.crash()
+    await node.close(handle)
+    assert await node.read("f") == b"new"

@@ -97,7 +97,11 @@ class World:
         who, *rest = step
         if who != "control":
             answer = self._ask(self._programs[who], rest)
-            return "no answer" if answer is None else difference(answer)
+            if answer is None:
+                # Else nothing ends the program, which waits for the mount.
+                self._mount.clean()
+                return "no answer"
+            return difference(answer)
         what, *arguments = rest
         if what == "faults":
             self._put_faults(arguments[0])
