@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 __all__ = ["GIB", "MIB", "MountSettings", "SettingsError", "parse_address"]
 
@@ -211,6 +212,11 @@ class MountSettings:
         for name in ("endpoint", "region"):
             if getattr(self, name) and not self.source.startswith(_BUCKETS):
                 raise SettingsError(f"is for buckets, and {self.source} is none", name=name)
+        address = urlsplit(self.endpoint)
+        if self.endpoint and not (address.scheme in ("http", "https") and address.hostname):
+            raise SettingsError(
+                f"must be http:// or https:// and a host, got {self.endpoint!r}", name="endpoint"
+            )
 
     def to_json(self) -> str:
         """The settings as one JSON object, for `from_json`."""

@@ -121,6 +121,16 @@ def test_a_host_that_cannot_be_reached_is_named_with_the_reason(place, host, why
     assert why in said
 
 
+def test_who_mounts_a_bucket_is_told_of_nothing_of_databricks(place, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    bucket = {"source": "s3://bucket/prefix"}
+    said = _refusal(place, "--endpoint", "nowhere", **bucket)
+    assert "--endpoint must be http:// or https:// and a host, got 'nowhere'" in said
+    said = _refusal(place, "--endpoint", "http://nowhere", "--region", "here", **bucket)
+    assert "look at the cloud's variables (AWS_ACCESS_KEY_ID and its like)" in said
+
+
 def test_a_source_that_is_a_file_is_refused(place, files_server):
     (place / "volume/file").write_text("content")
     (files_server.volume / "file").write_text("content")

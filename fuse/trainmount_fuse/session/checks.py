@@ -68,6 +68,14 @@ _HINTS: Final[dict[type[VolumeError], str]] = {
     Unavailable: "the store cannot be reached: look at DATABRICKS_HOST",
 }
 
+_BUCKET_HINTS: Final[dict[type[VolumeError], str]] = {
+    Unauthenticated: "the credentials are missing, wrong or expired: look at the cloud's variables "
+    "(AWS_ACCESS_KEY_ID and its like)",
+    PermissionDenied: "this identity may not read it: ask for the right to list and read",
+    Unavailable: "the store cannot be reached: look at --endpoint and --region",
+}
+"""Where they are others than for volumes."""
+
 
 def check_volume(settings: MountSettings, timeout_seconds: float = CHECK_TIMEOUT_SECONDS) -> None:
     """Raises MountError where the source is not a directory that this identity may look at, or no
@@ -90,7 +98,8 @@ def check_volume(settings: MountSettings, timeout_seconds: float = CHECK_TIMEOUT
     threading.Thread(target=ask, name="check-volume", daemon=True).start()
     answer = _first(answers, timeout_seconds, settings)
     if isinstance(answer, VolumeError):
-        hint = next((text for kind, text in _HINTS.items() if isinstance(answer, kind)), None)
+        hints = _HINTS if source.startswith("/") else {**_HINTS, **_BUCKET_HINTS}
+        hint = next((text for kind, text in hints.items() if isinstance(answer, kind)), None)
         reason = answer.reason if hint is None else f"{hint} ({answer.reason})"
         raise MountError(f"cannot mount {source}: {reason}") from answer
     if isinstance(answer, Exception):
