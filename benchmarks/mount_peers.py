@@ -24,10 +24,13 @@ from measure import (
 )
 from peers import (
     BUCKET_URL,
+    FUSE4DBRICKS,
     S3FS,
     AnyMount,
     Bucket,
+    PeerMount,
     delaying,
+    mounted_by_fuse4dbricks,
     mounted_side_by_side,
     serving_bucket,
     tag_object,
@@ -58,8 +61,11 @@ def run(setting: Setting) -> list[Comparison]:
             mounted_side_by_side(far, folder / "far", {_OURS: ()}) as mounts,
         ):
             results += _cold_reads_of_bucket(setting, far, mounts, names)
-        with mounted(store, folder / "files-api") as mount:
-            results += _cold_reads_of_volume(setting, store, mount, names)
+        with (
+            mounted(store, folder / "files-api") as mount,
+            mounted_by_fuse4dbricks(store, folder / "fuse4dbricks") as peer,
+        ):
+            results += _cold_reads_of_volume(setting, store, mount, peer, names)
         results += mount_trees.run(setting, bucket, store)
     return results
 
@@ -113,9 +119,12 @@ def _cold_reads_of_bucket(
 
 
 def _cold_reads_of_volume(
-    setting: Setting, store: Store, mount: Mount, names: Sequence[str]
+    setting: Setting, store: Store, mount: Mount, peer: PeerMount | None, names: Sequence[str]
 ) -> list[Comparison]:
     size = setting.read_mib * MIB
+
+    def through(mounted: AnyMount) -> Callable[[int], Sample]:
+        return lambda number: mounted.sample(lambda: _read(mounted.path / names[number], size))
 
     def by(program: str) -> Callable[[int], Sample]:
         def read(number: int) -> Sample:
@@ -124,8 +133,8 @@ def _cold_reads_of_volume(
 
         return read
 
-    sides = {
-        _OURS: lambda number: mount.sample(lambda: _read(mount.path / names[number], size)),
+    sides = {_OURS: through(mount)} | ({} if peer is None else {FUSE4DBRICKS: through(peer)})
+    sides |= {
         "volume client, 8 ranges of 8 MiB at once": by("read_client"),
         "bare urllib3, the same ranges": by("read_urllib3"),
     }

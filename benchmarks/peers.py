@@ -2,11 +2,13 @@
 
 rclone (MIT) and s3fs (GPL-2.0) are run as the distribution has them, `apt install rclone s3fs`;
 nothing of theirs is part of this project. versitygw (Apache-2.0) is built from its Go module, as
-for the tests. What is not installed is left out. Called by `mount_peers`.
+for the tests. fuse4dbricks (MIT), which mounts volumes of Unity Catalog, gets an environment of its
+own in the cache folder. What is not installed is left out. Called by `mount_peers`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -19,19 +21,21 @@ from pathlib import Path
 from typing import Final
 
 from measure import Sample, Timing, say
-from places import Mount, end_process, mounted, sample_with, wait_until
+from places import ROOT, Mount, Store, end_process, mounted, sample_with, wait_until
 from tests.external.s3_server import BUCKET, running_s3_server
 
 from trainmount_fuse.session.mounting import find_mount, unmount
 
 __all__ = [
     "BUCKET_URL",
+    "FUSE4DBRICKS",
     "S3FS",
     "AnyMount",
     "Bucket",
     "Peer",
     "PeerMount",
     "delaying",
+    "mounted_by_fuse4dbricks",
     "mounted_side_by_side",
     "serving_bucket",
     "tag_object",
@@ -170,6 +174,11 @@ RCLONE_TUNED: Final = Peer(
 S3FS: Final = Peer(name="s3fs, `use_cache`", program="s3fs", command=_s3fs)
 
 
+FUSE4DBRICKS: Final = "fuse4dbricks 0.7.5"
+_FUSE4DBRICKS_PACKAGE: Final = "fuse4dbricks==0.7.5"
+_INSTALL_SECONDS: Final = 300
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerMount:
     """A peer's mount, as far as `places.Mount` is measured."""
@@ -227,6 +236,67 @@ def _mounted_peer(peer: Peer, bucket: Bucket, folder: Path) -> Iterator[PeerMoun
         end_process(process)
         while find_mount(path) is not None:
             unmount(path, lazy=True)
+
+
+@contextmanager
+def mounted_by_fuse4dbricks(store: Store, folder: Path) -> Iterator[PeerMount | None]:
+    """The volume `ROOT` of the store below fuse4dbricks' mount of all catalogs, with an empty
+    cache; None where it cannot be installed.
+    """
+    program = _fuse4dbricks()
+    if program is None:
+        say("fuse4dbricks is left out; it takes uv and the package index")
+        yield None
+        return
+    root, cache, log = folder / "mnt", folder / "cache", folder / "log"
+    root.mkdir(parents=True)
+    command = [str(program), "--workspace", store.url, "--single-principal"]
+    command += ["--disk-cache-dir", str(cache), str(root)]
+    # It is another environment, and no configuration of this machine counts.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {**store.environment, "HOME": str(folder)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    path = root / ROOT.removeprefix("/Volumes/")
+    try:
+        wait_until(
+            lambda: find_mount(root) is not None and path.is_dir(), process, log, program.name
+        )
+        yield PeerMount(path=path, cache=cache, daemon_pid=process.pid)
+    finally:
+        end_process(process)
+        while find_mount(root) is not None:
+            unmount(root, lazy=True)
+
+
+def _fuse4dbricks() -> Path | None:
+    """The program in its own environment, which is made where it is not there yet."""
+    beside = Path(sys.executable).with_name("uv")
+    uv = str(beside) if beside.exists() else shutil.which("uv")
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    cache = Path(home) / "trainmount" / "peers"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / f"{_FUSE4DBRICKS_PACKAGE}-py{sys.version_info.major}.{sys.version_info.minor}"
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists() and uv is not None:
+            partial = folder.with_name(f"{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            # Relocatable: it moves to its place once it is whole.
+            make = [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable]
+            install = [uv, "pip", "install", "--quiet", "--python", str(partial / "bin/python")]
+            steps = ([*make, str(partial)], [*install, _FUSE4DBRICKS_PACKAGE])
+            if all(_succeeds(step) for step in steps):
+                partial.rename(folder)
+    program = folder / "bin" / "fuse4dbricks"
+    return program if program.exists() else None
+
+
+def _succeeds(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, timeout=_INSTALL_SECONDS, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _without_ca_bundle(environment: Mapping[str, str]) -> dict[str, str]:
