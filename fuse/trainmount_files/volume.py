@@ -112,6 +112,11 @@ class Capabilities:
     atomic_rename: bool = False
     """`rename` is one step for files. The Files API has none: a rename is a copy and a delete."""
 
+    renames_through_client: bool = False
+    """The store cannot copy: `rename` reads the file and stores it anew, so that who has its bytes
+    already does better.
+    """
+
     exclusive_create: bool = True
     """`overwrite=False` is held by the store itself, against a race."""
 

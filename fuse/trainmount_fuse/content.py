@@ -203,6 +203,53 @@ class Content:
             # Unlinking must not fail for want of space here; the handles get ESTALE instead.
             log.warning("An open file that is removed could not be kept", exc_info=True)
 
+    def move(self, inode: Inode, path: str, new_path: str) -> FileStat:
+        """In a worker thread, with the inode's lock held: `Volume.rename`, which takes the bytes
+        from here where the store would have them come and go, and most of them are here.
+        """
+        core = self._core
+        if not core.volume.capabilities.renames_through_client:
+            return core.volume.rename(path, new_path)
+        before = core.volume.stat(path)
+        staged = core.staged(inode)
+        if not before.is_directory and self._has_most_of(before, staged):
+            try:
+                return self._move_from_here(before, new_path, staged)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+        return core.volume.rename(path, new_path)
+
+    def _has_most_of(self, stat: FileStat, staged: StagedFile | None) -> bool:
+        core = self._core
+        if staged is not None and staged.state is StagedState.CLEAN:
+            return staged.base_version == stat.version
+        if core.is_young(stat) and stat.size_bytes <= _MAX_DOUBTED_BYTES:
+            return False
+        file = core.blocks.open(file_key(stat))
+        try:
+            return core.blocks.cached_bytes_of(file) * 2 > stat.size_bytes
+        finally:
+            core.blocks.release(file)
+
+    def _move_from_here(
+        self, before: FileStat, new_path: str, staged: StagedFile | None
+    ) -> FileStat:
+        core = self._core
+        with core.staging.nameless() as copy:
+            if staged is not None and staged.state is StagedState.CLEAN:
+                source = staged.descriptor()
+            else:
+                source = copy.fileno()
+                self._copy_into(before, before.size_bytes, source)
+            with open(source, "rb", closefd=False) as file:
+                stored = core.volume.upload(new_path, file, before.size_bytes)
+        if core.volume.stat(before.path).version != before.version:
+            reason = "the file has changed; it was left in place"
+            raise PreconditionFailed("rename", before.path, reason)
+        core.volume.delete(before.path)
+        return stored
+
     async def let_go(self, inode: Inode) -> None:
         """The name is gone: local bytes live on for open handles only. The inode's lock is held."""
         core = self._core

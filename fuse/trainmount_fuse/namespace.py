@@ -236,7 +236,7 @@ class Namespace:
         stat: FileStat | None = None
         if staged is None or staged.base_version is not None:
             try:
-                stat = await core.workers.call(core.volume.rename, old_path, new_path)
+                stat = await core.workers.call(self._content.move, source, old_path, new_path)
             except NotFound:
                 if staged is None or not is_repeated:
                     raise

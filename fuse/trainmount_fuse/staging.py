@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, cast
 
 from trainmount_files.errors import NotFound
 from trainmount_files.volume import FileStat, Volume
@@ -238,6 +239,10 @@ class Staging:
         self._free_space(num_bytes)
         if not self._has_room(num_bytes):
             raise OSError(errno.ENOSPC, "the staging disk is at its reserve")
+
+    def nameless(self) -> BinaryIO:
+        """A file on the staging disk for as long as it is open. Raises OSError."""
+        return cast("BinaryIO", tempfile.TemporaryFile(dir=self._directory))
 
     def read(self, staged: StagedFile, offset: int, size: int) -> bytes:
         """The bytes there are of the range."""

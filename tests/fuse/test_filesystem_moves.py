@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from trainmount_files.directory import DirectoryVolume
 from trainmount_files.errors import Unavailable
+from trainmount_files.volume import Capabilities
 from trainmount_fuse.attributes import ROOT_INO
 
 
@@ -85,3 +89,68 @@ async def test_a_move_whose_daemon_dies_in_it_is_completed_by_the_successor(worl
     assert world.remote_files() == {f"new{path[3:]}": data for path, data in contents.items()}
     assert set(await a.entries()) == {"new"}
     assert (await a.stat("new/deep/f3")).ino == ino
+
+
+@pytest.fixture
+def copyless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store cannot copy."""
+    capabilities = Capabilities(min_part_bytes=1, renames_through_client=True)
+    monkeypatch.setattr(DirectoryVolume, "capabilities", property(lambda _: capabilities))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_a_file_whose_bytes_are_here_is_moved_without_fetching_it(
+    world: Any, copyless: None, is_open: bool
+) -> None:
+    a = await world.node()
+    data = os.urandom(100_000)
+    fh = await a.open("f", os.O_CREAT | os.O_WRONLY)
+    await a.fs.write(fh, 0, data)
+    await a.fs.flush(fh)
+    if not is_open:
+        await a.fs.release(fh)
+    await a.rename("f", "g")
+    assert (a.volume.calls["rename"], a.volume.calls["read"]) == (0, 0)
+    assert world.remote_files() == {"g": data}
+    if is_open:
+        await a.fs.write(fh, 0, b"more")
+        await a.close(fh)
+        assert world.remote_files() == {"g": b"more" + data[4:]}
+        assert set(await a.entries()) == {"g"}
+
+
+async def test_a_file_whose_bytes_are_not_here_is_moved_by_the_client_of_the_store(
+    world: Any, copyless: None
+) -> None:
+    (world.remote / "f").write_bytes(b"bytes" * 10_000)
+    a = await world.node()
+    await a.rename("f", "g")
+    assert a.volume.calls["rename"] == 1
+    assert world.remote_files() == {"g": b"bytes" * 10_000}
+
+
+async def test_a_disk_without_room_for_a_copy_hinders_no_move(
+    world: Any, copyless: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = await world.node()
+    await a.write("f", b"bytes" * 10_000)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(a.fs.core.staging, "reserve", Mock(side_effect=full))
+    await a.rename("f", "g")
+    assert a.volume.calls["rename"] == 1
+    assert world.remote_files() == {"g": b"bytes" * 10_000}
+
+
+async def test_a_file_that_changes_while_it_is_moved_from_here_stays_in_its_place(
+    world: Any, copyless: None
+) -> None:
+    a = await world.node()
+    await a.write("f", b"bytes" * 10_000)
+
+    def change(operation: str, path: str) -> None:
+        if (operation, path) == ("upload", "g"):
+            (world.remote / "f").write_bytes(b"of another node")
+
+    a.volume.after = change
+    assert await world.errno_from(a.rename("f", "g")) == errno.ESTALE
+    assert world.remote_files() == {"f": b"of another node", "g": b"bytes" * 10_000}

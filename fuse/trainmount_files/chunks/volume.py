@@ -116,6 +116,8 @@ class ChunkedVolume:
             below,
             # Of plain objects it may be; callers must not count on it.
             atomic_rename=False,
+            # Chunks stay where they are.
+            renames_through_client=False,
             max_put_bytes=None,
             min_part_bytes=1,
             max_parts=MAX_PARTS,

@@ -108,6 +108,7 @@ class FilesApiVolume:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             atomic_rename=False,
+            renames_through_client=True,
             exclusive_create=True,
             coarse_versions=True,
             max_put_bytes=self._options.max_put_bytes,
