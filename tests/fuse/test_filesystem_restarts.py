@@ -137,10 +137,10 @@ async def test_left_bytes_that_somebody_opens_before_they_are_sent_overwrite_not
     with monkeypatch.context() as patch:
         patch.setattr(Recovery, "upload", not_yet)
         await a.remount()
-    fh = await a.open("f", os.O_RDWR)
-    assert await a.read_handle(fh) == b"left by a"
-    await a.fs.write(fh, 9, b" and more")
-    assert await world.errno_from(a.close(fh), transfer=True) == errno.ESTALE
+        fh = await a.open("f", os.O_RDWR)
+        assert await a.read_handle(fh) == b"left by a"
+        await a.fs.write(fh, 9, b" and more")
+        assert await world.errno_from(a.close(fh), transfer=True) == errno.ESTALE
     assert world.remote_files() == {"f": b"later by b"}
     assert [(one.path, one.size_bytes) for one in a.fs.failed_files()] == [("f", 18)]
     await a.remount()

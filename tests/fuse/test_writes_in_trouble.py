@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import trio
 
 from trainmount_files.errors import PermissionDenied, Unavailable
 from trainmount_fuse import content, staging
@@ -104,9 +105,6 @@ async def test_a_journal_that_cannot_be_written_is_enospc_before_a_byte_is_taken
     assert world.remote_files()["f"] == b"BASE"
 
 
-@pytest.mark.quotes(
-    "Unsent bytes are in the state directory, and the cache never takes their room.",
-)
 async def test_a_quota_that_stops_the_journal_is_edquot(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +128,9 @@ async def test_a_quota_that_stops_the_journal_is_edquot(
     assert world.remote_files() == {"f": b"newe"}
 
 
+@pytest.mark.quotes(
+    "Unsent bytes are in the state directory, and the cache never takes their room.",
+)
 async def test_the_cache_makes_room_for_writes_and_never_takes_it_from_them(world: Any) -> None:
     """The store is down and three files wait while other files fill the cache and leave it."""
     a = await world.node(cache_size_bytes=200 * KIB)
@@ -172,6 +173,56 @@ async def test_a_file_written_beside_and_renamed_over_an_empty_one_is_whole_in_t
     assert world.remote_files() == {"t": data}
     assert await b.read("t") == data
     assert not await b.exists("t.part")
+
+
+async def test_a_rename_over_an_empty_file_waits_for_the_upload_that_is_under_way(
+    world: Any,
+) -> None:
+    """A part file beside an empty one, as downloaders make them, and a slow store."""
+    a = await world.node()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(operation: str, path: str) -> None:
+        if (operation, path) == ("upload", "f.part"):
+            begun.set()
+            assert go_on.wait(60)
+
+    await a.write("f", b"")
+    a.volume.fault = wait
+    fh = await a.open("f.part", NEW)
+    await a.fs.write(fh, 0, b"whole")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(a.close, fh)
+        await a.settled(begun.is_set, "the upload")
+        nursery.start_soon(a.rename, "f.part", "f")
+        assert await a.read("f") == b""
+        assert world.remote_files() == {"f": b""}
+        go_on.set()
+    assert world.remote_files() == {"f": b"whole"}
+    assert (await a.read("f"), set(await a.entries())) == (b"whole", {"f"})
+
+
+async def test_who_lists_while_a_file_is_appended_to_sees_it_grow_and_never_shrink(
+    world: Any,
+) -> None:
+    a = await world.node()
+    await a.write("log", b"")
+    seen: list[int] = []
+    is_over = False
+
+    async def look() -> None:
+        while not is_over:
+            seen.append((await a.entries())["log"].size)
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        for number in range(100):
+            await a.append("log", b"%09d\n" % number)
+        is_over = True
+    assert seen == sorted(seen)
+    assert {size % 10 for size in seen} == {0}
+    assert world.remote_files() == {"log": b"".join(b"%09d\n" % n for n in range(100))}
 
 
 @pytest.mark.quotes(

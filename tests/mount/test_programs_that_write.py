@@ -248,3 +248,96 @@ with open("small", "wb") as small:
         assert mount.stop() == 0
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.quotes(
+    "Unsent bytes are in the state directory, and the cache never takes their room.",
+)
+def test_a_cache_that_fills_the_disk_takes_nothing_from_files_that_wait_for_the_store(
+    start_mount: Any, files_server: Any, tmp_path: Path, wait_until: Any
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root to mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for number in range(8):
+        (files_server.volume / f"other{number}").write_bytes(os.urandom(16 * MIB))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(disk)], check=True)
+    places = ("--state-dir", str(disk / "state"), "--cache-dir", str(disk / "cache"))
+    files = ("f0", "f1", "f2")
+    try:
+        mount = start_mount(
+            files_server.source,
+            *(*places, "--free-disk", "32Mi"),
+            environment=files_server.environment(),
+        )
+        writer = subprocess.Popen(
+            [sys.executable, "-c", _WRITER],
+            cwd=mount.mountpoint,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        assert writer.stdout.read(1) == b"o"
+        _put_faults(files_server, [{"route": route, "status": 503} for route in _WRITES])
+        writer.stdin.write(b"w")
+        writer.stdin.flush()
+        assert writer.stdout.read(1) == b"w"
+        done = _control("warm", "other*", "--mount", str(mount.mountpoint))
+        assert (done.returncode, "is at its reserve" in done.stderr) == (1, True)
+        status = os.statvfs(disk)
+        assert 32 * MIB <= status.f_bavail * status.f_frsize < 64 * MIB
+        _put_faults(files_server, [])
+        writer.communicate(b"c", timeout=60)
+        assert writer.returncode == 0
+        stored = {name: (files_server.volume / name).read_bytes() for name in files}
+        assert stored == {name: name.encode() * (25 * MIB) for name in files}
+        wait_until(lambda: not list((disk / "state").rglob("staging/*")), "the last release")
+        before = _changes(files_server)
+        done = _control("evict", "**", "--mount", str(mount.mountpoint))
+        assert done.returncode == 0, done.stderr
+        assert _changes(files_server) == before
+        assert mount.stop() == 0
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+_WRITER = """
+import os, sys
+names = ("f0", "f1", "f2")
+files = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) for name in names]
+os.write(1, b"o")
+os.read(0, 1)
+for name, file in zip(names, files):
+    for _ in range(50):
+        os.write(file, name.encode() * (1 << 19))
+os.write(1, b"w")
+os.read(0, 1)
+for file in files:
+    os.close(file)
+"""
+
+_WRITES = ("initiate_upload", "put_file", "presigned_put", "complete_upload")
+
+
+def _put_faults(server: Any, rules: list[dict[str, Any]]) -> None:
+    asked = urllib.request.Request(
+        f"{server.url}/admin/faults",
+        json.dumps({"faults": rules}).encode(),
+        {"Authorization": "Bearer right", "Content-Type": "application/json"},
+        method="PUT",
+    )
+    with urllib.request.urlopen(asked) as answer:
+        assert answer.status == 200
+
+
+def _changes(server: Any) -> dict[str, int]:
+    """Requests that change something, by what they do."""
+    counted = _statistics(server)["requests"]
+    return {name: counted.get(name, 0) for name in (*_WRITES, "delete_file", "remove_directory")}
+
+
+def _control(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainmount_cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
