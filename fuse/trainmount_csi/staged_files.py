@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from trainmount_fuse.journal import Journal, StagedState
+from trainmount_fuse.writes.journal import Journal, StagedState
 
 __all__ = ["staged_files"]
 

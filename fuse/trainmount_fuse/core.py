@@ -23,21 +23,21 @@ from typing import Final
 from trainmount_files.errors import VolumeError
 from trainmount_files.volume import FileStat, Volume
 from trainmount_fuse.attributes import ROOT_INO, Attributes
-from trainmount_fuse.block_file import FileKey
-from trainmount_fuse.blocks import BlockCache
+from trainmount_fuse.cache.block_file import FileKey
+from trainmount_fuse.cache.blocks import BlockCache
 from trainmount_fuse.errno import errno_of_transfer
-from trainmount_fuse.handles import HandleTable
-from trainmount_fuse.inodes import Inode, InodeTable, Link
-from trainmount_fuse.journal import StagedState, journal_path
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.metadata import Metadata
-from trainmount_fuse.prefetch import Prefetcher
-from trainmount_fuse.readings import is_valid_name
+from trainmount_fuse.names.handles import HandleTable
+from trainmount_fuse.names.inodes import Inode, InodeTable, Link
+from trainmount_fuse.names.metadata import Metadata
+from trainmount_fuse.names.readings import is_valid_name
+from trainmount_fuse.reads.prefetch import Prefetcher
 from trainmount_fuse.settings import MountSettings
-from trainmount_fuse.staged_file import StagedFile
-from trainmount_fuse.staging import Staging
 from trainmount_fuse.state import Intents
 from trainmount_fuse.workers import TreeLock, Workers
+from trainmount_fuse.writes.journal import StagedState, journal_path
+from trainmount_fuse.writes.staged_file import StagedFile
+from trainmount_fuse.writes.staging import Staging
 
 __all__ = ["Core", "decode_name", "file_key", "state_paths", "transfer_error"]
 

@@ -29,29 +29,29 @@ from trainmount_fuse.attributes import (
     OpenFile,
     StatFs,
 )
-from trainmount_fuse.blocks import BlockCache, CacheStatistics
-from trainmount_fuse.content import Content
+from trainmount_fuse.cache.blocks import BlockCache, CacheStatistics
 from trainmount_fuse.core import Core, decode_name, state_paths
-from trainmount_fuse.handles import HandleTable
-from trainmount_fuse.inodes import Inode, InodeTable
-from trainmount_fuse.journal import Journal
-from trainmount_fuse.listing import Listing
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.metadata import Metadata
-from trainmount_fuse.namespace import Namespace
-from trainmount_fuse.prefetch import Prefetcher
-from trainmount_fuse.push import StorePages
-from trainmount_fuse.reading import Reading
-from trainmount_fuse.readings import NAME_MAX_BYTES
-from trainmount_fuse.recovery import Recovery
+from trainmount_fuse.names.handles import HandleTable
+from trainmount_fuse.names.inodes import Inode, InodeTable
+from trainmount_fuse.names.listing import Listing
+from trainmount_fuse.names.metadata import Metadata
+from trainmount_fuse.names.namespace import Namespace
+from trainmount_fuse.names.readings import NAME_MAX_BYTES
+from trainmount_fuse.names.spool import Spool
+from trainmount_fuse.names.xattrs import ExtendedAttributes
+from trainmount_fuse.reads.prefetch import Prefetcher
+from trainmount_fuse.reads.push import StorePages
+from trainmount_fuse.reads.reading import Reading
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.source import look_at_root, source_identity
-from trainmount_fuse.spool import Spool
-from trainmount_fuse.staging import FilesNotUploaded, Staging
 from trainmount_fuse.state import Intents, get_meta, open_database, set_meta
-from trainmount_fuse.streaming import Streaming
 from trainmount_fuse.workers import TreeLock, Workers
-from trainmount_fuse.xattrs import ExtendedAttributes
+from trainmount_fuse.writes.content import Content
+from trainmount_fuse.writes.journal import Journal
+from trainmount_fuse.writes.recovery import Recovery
+from trainmount_fuse.writes.staging import FilesNotUploaded, Staging
+from trainmount_fuse.writes.streaming import Streaming
 
 __all__ = ["FailedFile", "Filesystem"]
 

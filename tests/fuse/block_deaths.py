@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.fuse.block_sources import BLOCK, Source, open_cache, read_whole
 
-from trainmount_fuse.block_file import FileKey
+from trainmount_fuse.cache.block_file import FileKey
 
 _MODULES = ("cache_table.py", "shared_cells.py", "write_behind.py", "fetching.py")
 _NUM_CELLS = 16

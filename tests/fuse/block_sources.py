@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainmount_files.volume import ByteRange
-from trainmount_fuse.block_file import FileKey
-from trainmount_fuse.blocks import BlockCache
+from trainmount_fuse.cache.block_file import FileKey
+from trainmount_fuse.cache.blocks import BlockCache
 
 BLOCK = 4096
 

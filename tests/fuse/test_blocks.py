@@ -13,9 +13,9 @@ import pytest
 
 from trainmount_files.errors import PreconditionFailed
 from trainmount_files.volume import ByteRange
-from trainmount_fuse.block_file import FileKey
-from trainmount_fuse.blocks import BlockCache
-from trainmount_fuse.cache_table import Geometry
+from trainmount_fuse.cache.block_file import FileKey
+from trainmount_fuse.cache.blocks import BlockCache
+from trainmount_fuse.cache.cache_table import Geometry
 from trainmount_fuse.memory import MemoryBudget
 
 BLOCK = 4096

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.fuse.block_sources import BLOCK, Source, open_cache
 
-from trainmount_fuse.block_file import FileKey
-from trainmount_fuse.blocks import BlockCache
-from trainmount_fuse.cache_table import Geometry
+from trainmount_fuse.cache.block_file import FileKey
+from trainmount_fuse.cache.blocks import BlockCache
+from trainmount_fuse.cache.cache_table import Geometry
 from trainmount_fuse.memory import MemoryBudget
 
 _NUM_CELLS = 40

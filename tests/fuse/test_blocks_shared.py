@@ -19,10 +19,10 @@ import pytest
 from tests.fuse.block_sources import BLOCK, Source, content, open_cache, read_whole
 
 from trainmount_files.volume import ByteRange
-from trainmount_fuse.blocks import BlockCache
+from trainmount_fuse.cache.blocks import BlockCache
+from trainmount_fuse.cache.range_locks import RangeLocks
+from trainmount_fuse.cache.shared_cells import MUTEX
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.range_locks import RangeLocks
-from trainmount_fuse.shared_cells import MUTEX
 
 MakeCache = Callable[..., BlockCache]
 
@@ -54,7 +54,7 @@ def test_what_one_mount_fetched_the_other_does_not(make_cache: MakeCache) -> Non
 def test_a_process_that_holds_the_directory_and_does_not_end_costs_the_cache_and_not_the_mount(
     make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainmount_fuse.shared_cells._MADE_SECONDS", 0.05)
+    monkeypatch.setattr("trainmount_fuse.cache.shared_cells._MADE_SECONDS", 0.05)
     directory = tmp_path / "blocks"
     directory.mkdir(0o700)
     descriptor = os.open(directory, os.O_RDONLY)

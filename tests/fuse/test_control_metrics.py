@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainmount_fuse.blocks import CacheStatistics
+from trainmount_fuse.cache.blocks import CacheStatistics
 from trainmount_fuse.control.metrics import METRICS, Snapshot, metrics_table, metrics_text
 from trainmount_fuse.memory import MemoryStatistics
-from trainmount_fuse.metadata import MetadataStatistics
-from trainmount_fuse.prefetch import PrefetchStatistics
+from trainmount_fuse.names.metadata import MetadataStatistics
+from trainmount_fuse.reads.prefetch import PrefetchStatistics
 from trainmount_fuse.request_counts import RequestCounter
-from trainmount_fuse.staging import WritingStatistics
+from trainmount_fuse.writes.staging import WritingStatistics
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "METRICS.md"
 

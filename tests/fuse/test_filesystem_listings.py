@@ -12,8 +12,8 @@ import trio
 
 from trainmount_files.errors import InvalidRequest, Unavailable
 from trainmount_files.volume import FileStat, Page
-from trainmount_fuse import inodes
 from trainmount_fuse.attributes import ROOT_INO
+from trainmount_fuse.names import inodes
 
 
 def _names(entries: list[Any]) -> list[str]:
@@ -186,7 +186,7 @@ async def test_memory_of_a_large_directory_does_not_grow_with_it(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inodes, "_MAX_IN_MEMORY", 1000)
-    monkeypatch.setattr("trainmount_fuse.readings.MAX_KEPT", 1000)
+    monkeypatch.setattr("trainmount_fuse.names.readings.MAX_KEPT", 1000)
     a = await world.node()
     names = [f"f{number:05}" for number in range(5000)]
     _paged(a, names, 500)

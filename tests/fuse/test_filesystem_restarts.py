@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from trainmount_files.errors import Unavailable
-from trainmount_fuse import journal
 from trainmount_fuse.attributes import ROOT_INO
-from trainmount_fuse.handles import HandleTable
-from trainmount_fuse.journal import unsent_paths
-from trainmount_fuse.recovery import Recovery
-from trainmount_fuse.staging import FilesNotUploaded
+from trainmount_fuse.names.handles import HandleTable
+from trainmount_fuse.writes import journal
+from trainmount_fuse.writes.journal import unsent_paths
+from trainmount_fuse.writes.recovery import Recovery
+from trainmount_fuse.writes.staging import FilesNotUploaded
 
 WRONLY_NEW = os.O_CREAT | os.O_WRONLY
 

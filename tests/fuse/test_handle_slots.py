@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainmount_fuse import handle_slots
-from trainmount_fuse.handles import HandleTable
+from trainmount_fuse.names import handle_slots
+from trainmount_fuse.names.handles import HandleTable
 from trainmount_fuse.state import Intents
 
 LARGEST_INO = (1 << 52) - 1

@@ -11,12 +11,12 @@ import pytest
 
 from trainmount_files.errors import Unavailable
 from trainmount_files.volume import ByteRange
-from trainmount_fuse.block_file import BlockFile, FileKey
-from trainmount_fuse.blocks import BlockCache, Fetch
+from trainmount_fuse.cache.block_file import BlockFile, FileKey
+from trainmount_fuse.cache.blocks import BlockCache, Fetch
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.prefetch import Prefetcher
-from trainmount_fuse.push import HOLE_BYTES, Pages, PushCounter
-from trainmount_fuse.read_patterns import Streams
+from trainmount_fuse.reads.prefetch import Prefetcher
+from trainmount_fuse.reads.push import HOLE_BYTES, Pages, PushCounter
+from trainmount_fuse.reads.read_patterns import Streams
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainmount_fuse.read_patterns import Streams
+from trainmount_fuse.reads.read_patterns import Streams
 
 MIB = 1 << 20
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from trainmount_files.directory import DirectoryVolume
-from trainmount_fuse.journal import Journal, StagedState
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.staging import Staging
-from trainmount_fuse.streaming import Streaming
+from trainmount_fuse.writes.journal import Journal, StagedState
+from trainmount_fuse.writes.staging import Staging
+from trainmount_fuse.writes.streaming import Streaming
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from trainmount_files.errors import InvalidRequest, PermissionDenied, Unavailable, VolumeError
 from trainmount_fuse.attributes import AttributeChanges
-from trainmount_fuse.staging import WritingStatistics
+from trainmount_fuse.writes.staging import WritingStatistics
 
 KIB = 1 << 10
 PART = 64 * KIB

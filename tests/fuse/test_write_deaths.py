@@ -23,7 +23,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 
 from trainmount_fuse.attributes import ROOT_INO, AttributeChanges
-from trainmount_fuse.journal import Journal
+from trainmount_fuse.writes.journal import Journal
 
 PART = 4096
 

@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from trainmount_files.errors import PermissionDenied, Unavailable
-from trainmount_fuse import content, staging
+from trainmount_fuse.writes import content, staging
 
 NEW = os.O_CREAT | os.O_WRONLY
 KIB = 1 << 10

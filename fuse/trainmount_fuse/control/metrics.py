@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from trainmount_fuse.blocks import CacheStatistics
+from trainmount_fuse.cache.blocks import CacheStatistics
 from trainmount_fuse.memory import MemoryStatistics
-from trainmount_fuse.metadata import MetadataStatistics
-from trainmount_fuse.prefetch import PrefetchStatistics
+from trainmount_fuse.names.metadata import MetadataStatistics
+from trainmount_fuse.reads.prefetch import PrefetchStatistics
 from trainmount_fuse.request_counts import BOUNDS_SECONDS, OperationCounts, RequestStatistics
-from trainmount_fuse.staging import WritingStatistics
+from trainmount_fuse.writes.staging import WritingStatistics
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "Snapshot", "metrics_table", "metrics_text"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainmount_fuse.core import Core
-from trainmount_fuse.journal import StagedState
-from trainmount_fuse.staged_file import StagedFile
+from trainmount_fuse.writes.journal import StagedState
+from trainmount_fuse.writes.staged_file import StagedFile
 
 __all__ = ["LocalFile", "conflicting_files", "local_files", "mount_status", "resident_bytes"]
 

@@ -15,7 +15,7 @@ import trio
 
 from trainmount_fuse.control.protocol import ControlError
 from trainmount_fuse.core import Core
-from trainmount_fuse.inodes import Inode, Link
+from trainmount_fuse.names.inodes import Inode, Link
 
 __all__ = ["StaleNames", "forget_metadata"]
 

@@ -19,7 +19,7 @@ from trainmount_files.errors import InvalidRequest, NotADirectory, NotFound, Vol
 from trainmount_files.trees import Report
 from trainmount_files.trees.crew import Crew
 from trainmount_files.volume import FileStat, Volume, list_directory
-from trainmount_fuse.readings import is_valid_name
+from trainmount_fuse.names.readings import is_valid_name
 
 __all__ = ["Selection"]
 

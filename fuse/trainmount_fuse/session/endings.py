@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainmount_fuse.journal import unsent_paths
 from trainmount_fuse.session.exit_codes import EXIT_ENDED, EXIT_FAILED, EXIT_UNSENT
+from trainmount_fuse.writes.journal import unsent_paths
 
 __all__ = ["Ending", "ending_by_journal"]
 

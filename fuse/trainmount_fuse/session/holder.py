@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from trainmount_fuse.journal import unsent_paths
 from trainmount_fuse.session.checks import (
     check_folders,
     check_places,
@@ -57,6 +56,7 @@ from trainmount_fuse.session.supervisor import Supervisor, SupervisorOptions
 from trainmount_fuse.session.upgrade import Upgrade
 from trainmount_fuse.session.users import describe_users
 from trainmount_fuse.settings import MountSettings
+from trainmount_fuse.writes.journal import unsent_paths
 
 __all__ = ["HolderOptions", "hold", "resume"]
 

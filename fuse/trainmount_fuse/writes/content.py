@@ -20,13 +20,13 @@ from trainmount_files.errors import NotFound, PreconditionFailed, VolumeError
 from trainmount_files.volume import MIB, ByteRange, FileStat
 from trainmount_fuse.attributes import OpenFile
 from trainmount_fuse.core import Core, file_key, transfer_error
-from trainmount_fuse.handles import Handle
-from trainmount_fuse.inodes import Inode, Link
-from trainmount_fuse.journal import StagedState
-from trainmount_fuse.prefetch import Streams
-from trainmount_fuse.reading import Reading
-from trainmount_fuse.staged_file import StagedFile
-from trainmount_fuse.staging import LATER_VERSION
+from trainmount_fuse.names.handles import Handle
+from trainmount_fuse.names.inodes import Inode, Link
+from trainmount_fuse.reads.prefetch import Streams
+from trainmount_fuse.reads.reading import Reading
+from trainmount_fuse.writes.journal import StagedState
+from trainmount_fuse.writes.staged_file import StagedFile
+from trainmount_fuse.writes.staging import LATER_VERSION
 
 __all__ = ["Content"]
 

@@ -17,15 +17,15 @@ import trio
 
 from trainmount_files.errors import Cancelled, NotFound, PreconditionFailed, VolumeError
 from trainmount_files.volume import ByteRange, FileStat
-from trainmount_fuse.block_file import BlockFile
-from trainmount_fuse.blocks import Fetch
+from trainmount_fuse.cache.block_file import BlockFile
+from trainmount_fuse.cache.blocks import Fetch
 from trainmount_fuse.core import Core, file_key
-from trainmount_fuse.handles import Handle
-from trainmount_fuse.inodes import Inode, Link
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.next_files import Folder, NextFiles
-from trainmount_fuse.push import Pages, StorePages
-from trainmount_fuse.read_patterns import Streams
+from trainmount_fuse.names.handles import Handle
+from trainmount_fuse.names.inodes import Inode, Link
+from trainmount_fuse.reads.next_files import Folder, NextFiles
+from trainmount_fuse.reads.push import Pages, StorePages
+from trainmount_fuse.reads.read_patterns import Streams
 from trainmount_fuse.workers import Workers
 
 __all__ = ["Reading"]

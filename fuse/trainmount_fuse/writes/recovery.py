@@ -12,12 +12,12 @@ import errno
 import logging
 
 from trainmount_files.errors import VolumeError
-from trainmount_fuse.content import Content
 from trainmount_fuse.core import Core
-from trainmount_fuse.inodes import Inode, Link
-from trainmount_fuse.journal import StagedState
-from trainmount_fuse.staged_file import StagedFile
-from trainmount_fuse.staging import LATER_VERSION
+from trainmount_fuse.names.inodes import Inode, Link
+from trainmount_fuse.writes.content import Content
+from trainmount_fuse.writes.journal import StagedState
+from trainmount_fuse.writes.staged_file import StagedFile
+from trainmount_fuse.writes.staging import LATER_VERSION
 
 __all__ = ["Recovery"]
 

@@ -14,9 +14,9 @@ from typing import Final
 
 from trainmount_files.errors import AlreadyExists
 from trainmount_files.volume import ByteRange, FileStat, Volume
-from trainmount_fuse.journal import Conflict, Journal, StagedState
-from trainmount_fuse.staged_file import StagedFile
-from trainmount_fuse.streaming import CANNOT_STREAM, StreamedUpload, Streaming
+from trainmount_fuse.writes.journal import Conflict, Journal, StagedState
+from trainmount_fuse.writes.staged_file import StagedFile
+from trainmount_fuse.writes.streaming import CANNOT_STREAM, StreamedUpload, Streaming
 
 __all__ = ["UploadCounts", "Uploading"]
 

@@ -13,10 +13,10 @@ from typing import Final
 from trainmount_files.errors import InvalidRequest
 from trainmount_fuse.attributes import ROOT_INO, DirEntry
 from trainmount_fuse.core import Core
-from trainmount_fuse.handles import Handle
-from trainmount_fuse.inodes import Inode
-from trainmount_fuse.readings import Reading, ReadPage
-from trainmount_fuse.spool import Cursor, ShownEntry, ShownPage, Spool
+from trainmount_fuse.names.handles import Handle
+from trainmount_fuse.names.inodes import Inode
+from trainmount_fuse.names.readings import Reading, ReadPage
+from trainmount_fuse.names.spool import Cursor, ShownEntry, ShownPage, Spool
 
 __all__ = ["Listing"]
 

@@ -18,11 +18,11 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from trainmount_fuse.block_file import BlockFile, HeldRange
-from trainmount_fuse.buffers import Buffer, BufferPool, padded_size
-from trainmount_fuse.cache_table import BlockKey, Place
+from trainmount_fuse.cache.block_file import BlockFile, HeldRange
+from trainmount_fuse.cache.buffers import Buffer, BufferPool, padded_size
+from trainmount_fuse.cache.cache_table import BlockKey, Place
+from trainmount_fuse.cache.shared_cells import SharedCells
 from trainmount_fuse.memory import MemoryBudget, return_free_memory
-from trainmount_fuse.shared_cells import SharedCells
 
 __all__ = ["WriteBehind"]
 

@@ -6,8 +6,8 @@ import os
 import threading
 from pathlib import Path
 
-from trainmount_fuse.journal import JournalRow
-from trainmount_fuse.streaming import StreamedUpload
+from trainmount_fuse.writes.journal import JournalRow
+from trainmount_fuse.writes.streaming import StreamedUpload
 
 __all__ = ["StagedFile"]
 

@@ -26,8 +26,8 @@ from typing import Final
 
 import xxhash
 
-from trainmount_fuse.cache_table import BlockKey, CacheTable, CellState, Geometry, Place
-from trainmount_fuse.range_locks import RangeLocks
+from trainmount_fuse.cache.cache_table import BlockKey, CacheTable, CellState, Geometry, Place
+from trainmount_fuse.cache.range_locks import RangeLocks
 
 __all__ = ["MUTEX", "SharedCells"]
 

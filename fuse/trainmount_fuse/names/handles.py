@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from trainmount_fuse.handle_slots import HandleSlots
-from trainmount_fuse.prefetch import Streams
-from trainmount_fuse.spool import Cursor
+from trainmount_fuse.names.handle_slots import HandleSlots
+from trainmount_fuse.names.spool import Cursor
+from trainmount_fuse.reads.prefetch import Streams
 from trainmount_fuse.state import get_meta, set_meta
 
 __all__ = ["Handle", "HandleTable"]

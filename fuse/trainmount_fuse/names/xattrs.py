@@ -20,8 +20,8 @@ from typing import Final, NoReturn
 
 from trainmount_files.volume import FileStat
 from trainmount_fuse.core import Core, file_key
-from trainmount_fuse.inodes import Inode, Link
-from trainmount_fuse.journal import StagedState
+from trainmount_fuse.names.inodes import Inode, Link
+from trainmount_fuse.writes.journal import StagedState
 
 __all__ = ["ExtendedAttributes"]
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Final
 
 from trainmount_files.volume import ByteRange
-from trainmount_fuse.block_file import BlockFile, FileKey, HeldRange
-from trainmount_fuse.buffers import padded_size
-from trainmount_fuse.cache_table import Place
-from trainmount_fuse.fetching import Fetch, Fetching, OnFetched
+from trainmount_fuse.cache.block_file import BlockFile, FileKey, HeldRange
+from trainmount_fuse.cache.buffers import padded_size
+from trainmount_fuse.cache.cache_table import Place
+from trainmount_fuse.cache.fetching import Fetch, Fetching, OnFetched
+from trainmount_fuse.cache.shared_cells import SharedCells
+from trainmount_fuse.cache.write_behind import WriteBehind
 from trainmount_fuse.memory import MemoryBudget
-from trainmount_fuse.shared_cells import SharedCells
-from trainmount_fuse.write_behind import WriteBehind
 
 __all__ = ["BlockCache", "CacheStatistics", "Fetch", "OnFetched"]
 

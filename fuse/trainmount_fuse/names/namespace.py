@@ -19,11 +19,11 @@ from typing import Final
 from trainmount_files.errors import NotADirectory, NotFound, Unsupported, VolumeError
 from trainmount_files.volume import FileStat, Volume
 from trainmount_fuse.attributes import ROOT_INO, Attributes, OpenFile
-from trainmount_fuse.content import Content
 from trainmount_fuse.core import Core, file_key
-from trainmount_fuse.inodes import Inode, Link
-from trainmount_fuse.moving import move_tree
-from trainmount_fuse.staging import remote_stat
+from trainmount_fuse.names.inodes import Inode, Link
+from trainmount_fuse.names.moving import move_tree
+from trainmount_fuse.writes.content import Content
+from trainmount_fuse.writes.staging import remote_stat
 
 __all__ = ["RENAME_NOREPLACE", "Namespace"]
 

@@ -35,8 +35,8 @@ from trainmount_files.volume import (
     Upload,
     Volume,
 )
-from trainmount_fuse.journal import BegunUpload, Journal
 from trainmount_fuse.memory import MemoryBudget
+from trainmount_fuse.writes.journal import BegunUpload, Journal
 
 __all__ = ["CANNOT_STREAM", "StreamedUpload", "Streaming", "StreamingStatistics"]
 

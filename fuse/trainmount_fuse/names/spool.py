@@ -20,7 +20,7 @@ from typing import Final
 import trio
 
 from trainmount_files.volume import FileStat
-from trainmount_fuse.readings import Reading
+from trainmount_fuse.names.readings import Reading
 
 __all__ = ["Cursor", "ShownEntry", "ShownPage", "Spool"]
 

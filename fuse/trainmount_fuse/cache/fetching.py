@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Final
 
 from trainmount_files.volume import ByteRange
-from trainmount_fuse.block_file import BlockFile, HeldRange
-from trainmount_fuse.shared_cells import SharedCells
-from trainmount_fuse.write_behind import WriteBehind
+from trainmount_fuse.cache.block_file import BlockFile, HeldRange
+from trainmount_fuse.cache.shared_cells import SharedCells
+from trainmount_fuse.cache.write_behind import WriteBehind
 
 __all__ = ["Fetch", "Fetching", "OnFetched"]
 

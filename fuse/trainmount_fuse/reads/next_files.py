@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from trainmount_files.volume import FileStat
-from trainmount_fuse.read_patterns import Streams
+from trainmount_fuse.reads.read_patterns import Streams
 
 __all__ = ["Folder", "NextFiles"]
 

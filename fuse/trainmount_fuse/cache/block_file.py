@@ -8,9 +8,9 @@ import hashlib
 import threading
 from dataclasses import dataclass
 
-from trainmount_fuse.buffers import Buffer, padded_size
-from trainmount_fuse.cache_table import BlockKey, Place
-from trainmount_fuse.shared_cells import SharedCells
+from trainmount_fuse.cache.buffers import Buffer, padded_size
+from trainmount_fuse.cache.cache_table import BlockKey, Place
+from trainmount_fuse.cache.shared_cells import SharedCells
 
 __all__ = ["BlockFile", "FileKey", "HeldRange"]
 

@@ -23,8 +23,8 @@ import trio
 
 from trainmount_files.errors import NotADirectory, NotFound, Unavailable
 from trainmount_files.volume import FileStat, Page, Volume
-from trainmount_fuse.inodes import Inode, InodeTable
-from trainmount_fuse.readings import MAX_KEPT, HiddenNames, Reading, ReadPage, without_twins
+from trainmount_fuse.names.inodes import Inode, InodeTable
+from trainmount_fuse.names.readings import MAX_KEPT, HiddenNames, Reading, ReadPage, without_twins
 from trainmount_fuse.settings import MountSettings
 from trainmount_fuse.workers import Workers
 

@@ -19,10 +19,10 @@ from typing import BinaryIO, Final, cast
 
 from trainmount_files.errors import NotFound
 from trainmount_files.volume import FileStat, Volume
-from trainmount_fuse.journal import Conflict, Journal, JournalRow, StagedState
-from trainmount_fuse.staged_file import StagedFile
-from trainmount_fuse.streaming import Streaming
-from trainmount_fuse.uploading import Uploading
+from trainmount_fuse.writes.journal import Conflict, Journal, JournalRow, StagedState
+from trainmount_fuse.writes.staged_file import StagedFile
+from trainmount_fuse.writes.streaming import Streaming
+from trainmount_fuse.writes.uploading import Uploading
 
 __all__ = [
     "LATER_VERSION",

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from trainmount_files.errors import VolumeError
-from trainmount_fuse.block_file import BlockFile
-from trainmount_fuse.blocks import BlockCache, Fetch
-from trainmount_fuse.push import Pages, PushCounter
-from trainmount_fuse.read_patterns import Streams
+from trainmount_fuse.cache.block_file import BlockFile
+from trainmount_fuse.cache.blocks import BlockCache, Fetch
+from trainmount_fuse.reads.push import Pages, PushCounter
+from trainmount_fuse.reads.read_patterns import Streams
 
 __all__ = ["FetchWith", "PrefetchStatistics", "Prefetcher", "Streams"]
 

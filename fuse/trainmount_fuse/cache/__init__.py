@@ -1,0 +1,1 @@
+"""The block cache: one file on disk, shared by all mounts of a user."""

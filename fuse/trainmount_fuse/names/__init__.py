@@ -1,0 +1,1 @@
+"""Names, numbers and handles: what the kernel knows of the tree."""

@@ -1,0 +1,1 @@
+"""Reading: what a program asks for, and what is fetched ahead of it."""

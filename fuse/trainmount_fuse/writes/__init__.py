@@ -1,0 +1,1 @@
+"""Writing: local bytes, their journal, and their way to the store."""
