@@ -24,15 +24,15 @@ format:
 	.venv/bin/ruff check --fix .
 
 test-mount:  ## real mounts on /dev/fuse
-	@.ci/bootstrap dev
+	@.ci/bootstrap dev programs
 	$(PYTHON) -m pytest -q tests/mount
 
 test-cluster:  ## a real Kubernetes: the project's own on this machine, or the one of $$KUBECONFIG
 	@.ci/bootstrap dev
 	$(PYTHON) -m pytest -q tests/cluster
 
-test-external:  ## suites from elsewhere: csi-sanity, a real S3 server, the databricks SDK in several versions
-	@.ci/bootstrap dev
+test-external:  ## suites from elsewhere: csi-sanity, stress-ng and fio on a mount, a real S3 server, the databricks SDK in several versions
+	@.ci/bootstrap dev programs
 	$(PYTHON) -m pytest -q tests/external
 	$(PYTHON) -m pytest -q tests/files/test_volume_contract.py --real-bucket
 
