@@ -274,3 +274,15 @@ async def test_a_name_that_a_dead_daemon_took_away_and_gave_anew_can_be_opened(w
     await node.crash()
     await node.close(handle)
     assert await node.read("f") == b"new"
+
+
+async def test_a_write_ends_a_set_time_for_a_successor_too(world: Any) -> None:
+    node = await world.node()
+    await node.write("f", b"bytes")
+    ino = (await node.stat("f")).ino
+    await node.fs.setattr(ino, AttributeChanges(mtime_ns=10**18))
+    handle = await node.open("f", os.O_WRONLY)
+    await node.fs.write(handle, 0, b"other")
+    await node.crash()
+    assert (await node.fs.getattr(ino)).mtime_ns > 10**18
+    await node.close(handle)

@@ -126,12 +126,12 @@ class Content:
             # No await from here to the answer, so this is as good as having the lock.
             written = core.staging.write_nowait(staged, offset, data)
             if written is not None:
-                inode.set_mtime_ns = None
+                self._forget_set_time(inode)
                 return written
         async with inode.lock:
             staged = await self._ensure_staged(inode)
             written = await core.workers.call(core.staging.write, staged, offset, data)
-            inode.set_mtime_ns = None
+            self._forget_set_time(inode)
         return written
 
     async def resize(self, inode: Inode, size: int) -> None:
@@ -293,11 +293,17 @@ class Content:
         if is_here or inode.stat is None or inode.stat.size_bytes != size:
             await self._cut(inode, size)
 
+    def _forget_set_time(self, inode: Inode) -> None:
+        """The content is another now, for a successor as well."""
+        if inode.set_mtime_ns is not None:
+            inode.set_mtime_ns = None
+            self._core.inodes.save(inode)
+
     async def _cut(self, inode: Inode, size: int) -> None:
         core = self._core
         staged = await self._ensure_staged(inode, keep_bytes=size)
         await core.workers.call(core.staging.truncate, staged, size)
-        inode.set_mtime_ns = None
+        self._forget_set_time(inode)
 
     async def _ensure_staged(self, inode: Inode, keep_bytes: int | None = None) -> StagedFile:
         """Local bytes of the inode, from the store where there are none. The inode's
