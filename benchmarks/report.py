@@ -86,9 +86,9 @@ above each table): wide ranges mean that, and no ratio here should be quoted wit
 - *Many small files on the mount*: every `open` asks the store for the file's version, so that it
   sees what another node has closed. The requests of one mount share one Python process, and the
   store of this table shares the cores with it; the page cache does not help, the request remains.
-- *A file that is not cached*: the mount writes it into the block cache on disk before the program
-  gets it, and the kernel then keeps it twice, as a file of the cache and as a file of the mount.
-  The line "into a local file" is the same work without a mount.
+- *A file that is not cached*: on two cores the store, the daemon, the disk of the cache and the
+  program share what a bare loop has for itself and the store. Bytes are copied twice more than
+  there: into the kernel's pages and out of them.
 - *A checkpoint without a mount*: each writer sends one part after another and each reader reads one
   range at a time, where the peers have eight under way.
 
