@@ -362,14 +362,15 @@ def test_a_volume_whose_store_is_silent_is_closed_within_the_time_a_person_waits
 
 
 PROGRAM = """
-import sys
+import os, sys
 from dataclasses import replace
 from pathlib import Path
 from tests.files.conftest import OPTIONS, ROOT, TOKEN
 from trainmount_files.files_api import Credentials, FilesApiVolume
 from trainmount_files.transfer import download_file, upload_file
 volume = FilesApiVolume(ROOT, Credentials(host=sys.argv[1], token=TOKEN), OPTIONS)
-say = lambda _: print("going", flush=True)
+# Not print: several threads say it at once, and an interrupt may come in the midst of it.
+say = lambda _: os.write(1, b"going\\n")
 if sys.argv[2] == "down":
     download_file(volume, "file", Path(sys.argv[3]), range_bytes=20_000, progress=say)
 else:
@@ -396,7 +397,7 @@ def test_an_interrupt_in_the_midst_of_eight_threads_ends_the_program_and_leaves_
     assert program.stdout.readline() == "going\n"
     program.send_signal(signal.SIGINT)
     _, said = program.communicate(timeout=PATIENCE_SECONDS)
-    assert program.returncode == -signal.SIGINT
+    assert program.returncode == -signal.SIGINT, said
     assert "KeyboardInterrupt" in said
     assert sorted(one.name for one in local.parent.iterdir()) == ["local", "served"]
     assert not (served / "new").exists()

@@ -10,6 +10,9 @@ MIB = 1 << 20
 BUDGET_BYTES = 64 * MIB
 NUM_FILES = 200
 FILE_BYTES = 2 * MIB
+IDLE_BUFFER_BYTES = 8 * MIB
+"""A buffer of the largest range stays for the next one."""
+
 READER = Path(__file__).with_name("memory_reader.py")
 
 
@@ -46,5 +49,6 @@ def test_memory_stays_in_its_budget_under_two_hundred_readers_and_is_given_back(
     _output, errors = reader.communicate(timeout=60)
     assert reader.returncode == 0, errors
     assert status_bytes(daemon, "VmHWM") <= BUDGET_BYTES + 64 * MIB
-    wait_until(lambda: status_bytes(daemon, "VmRSS") <= 1.1 * before, "memory given back")
+    limit = 1.1 * before + IDLE_BUFFER_BYTES
+    wait_until(lambda: status_bytes(daemon, "VmRSS") <= limit, "memory given back")
     assert mount.ready()["daemon_pid"] == daemon

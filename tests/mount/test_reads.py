@@ -35,6 +35,9 @@ NUM_ROUNDS = int(os.environ.get("TRAINMOUNT_TEST_ROUNDS", "2"))
 SHARED_MIB = int(os.environ.get("TRAINMOUNT_TEST_SHARED_MIB", "32"))
 """In CI a share; a long run reads 64 files of 16 MiB in 10 rounds, and 1,024 MiB by four."""
 
+READ_AHEAD_THREADS = 8 + 32
+"""Those for ranges and for next files, which stay once they were needed."""
+
 NUM_SILENT = 32
 
 
@@ -233,7 +236,8 @@ def test_a_silent_store_holds_up_nobody_else_and_leaves_nothing_behind(
     # Others did not wait for the deadline.
     assert answered < ended
     print(f"answered {answered:.2f} s, killed gone {gone:.2f} s, ended {ended:.2f} s")
-    wait_until(lambda: len(list((daemon / "task").iterdir())) <= before[0] + 8, "fewer threads")
+    limit = before[0] + READ_AHEAD_THREADS
+    wait_until(lambda: len(list((daemon / "task").iterdir())) <= limit, "fewer threads")
     after = (len(list((daemon / "task").iterdir())), resident_bytes(daemon))
     print("threads and memory", before, after)
     assert after[1] <= before[1] + 16 * MIB

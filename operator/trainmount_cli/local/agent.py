@@ -182,18 +182,19 @@ class _Agent:
                 reason=CANCELLED if is_cancel else INTERRUPTED,
                 message="the run was cancelled" if is_cancel else "the run was told to stop",
             )
-        if (rank := gang.first_failed()) is not None:
-            code = gang.exit_codes[rank]
+        rank = gang.first_failed()
+        if rank is None and gang.has_succeeded():
+            return _End(outcome=Outcome.SUCCEEDED, reason=Reason.COMPLETED, message="")
+        # Before the programs: a mount that is lost takes them along, and they are not to blame.
+        if lost := self._services.tend():
+            return _End(outcome=Outcome.INTERRUPTED, reason=Reason.VOLUME_UNAVAILABLE, message=lost)
+        if rank is not None:
             return _End(
                 outcome=Outcome.FAILED,
                 reason=Reason.PROGRAM_FAILED,
-                message=f"node {rank} ended with {_describe(code)}",
+                message=f"node {rank} ended with {_describe(gang.exit_codes[rank])}",
                 decisive_rank=rank,
             )
-        if gang.has_succeeded():
-            return _End(outcome=Outcome.SUCCEEDED, reason=Reason.COMPLETED, message="")
-        if lost := self._services.tend():
-            return _End(outcome=Outcome.INTERRUPTED, reason=Reason.VOLUME_UNAVAILABLE, message=lost)
         limit = self._job.spec.timeout_minutes
         if limit is not None and datetime.now(UTC) - started > timedelta(minutes=limit):
             message = f"the attempt ran longer than timeoutMinutes ({limit})"
