@@ -286,3 +286,26 @@ async def test_a_write_ends_a_set_time_for_a_successor_too(world: Any) -> None:
     await node.crash()
     assert (await node.fs.getattr(ino)).mtime_ns > 10**18
     await node.close(handle)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_a_set_time_stays_when_the_directory_is_renamed(world: Any, is_open: bool) -> None:
+    node = await world.node()
+    rename = node.volume.inner.rename
+
+    def rename_as_a_copy(source: str, destination: str) -> FileStat:
+        stat = rename(source, destination)
+        os.utime(world.remote / destination)
+        return node.volume.inner.stat(stat.path)
+
+    node.volume.inner.rename = rename_as_a_copy
+    await node.mkdir("d")
+    await node.write("d/f", b"bytes")
+    ino = (await node.stat("d/f")).ino
+    await node.fs.setattr(ino, AttributeChanges(mtime_ns=10**18))
+    handle = await node.open("d/f") if is_open else None
+    await node.rename("d", "e")
+    assert (await node.stat("e/f")).mtime_ns == 10**18
+    assert await node.read("e/f") == b"bytes"
+    if handle is not None:
+        await node.close(handle)

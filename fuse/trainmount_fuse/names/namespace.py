@@ -339,7 +339,8 @@ class Namespace:
                 continue
             path = f"{new_path}/{known.path.removeprefix(prefix)}"
             inode.checked_at = float("-inf")
-            if inode.is_directory or not core.handles.is_open(inode.ino):
+            is_told = core.handles.is_open(inode.ino) or inode.set_mtime_ns is not None
+            if inode.is_directory or not is_told:
                 inode.stat = None
                 continue
             moved = replace(known, path=path)
@@ -352,6 +353,8 @@ class Namespace:
             core.blocks.rekey(file_key(known), file_key(moved))
             inode.told = moved.version if inode.told == known.version else inode.told
             inode.cached = moved.version if inode.cached == known.version else inode.cached
+            if inode.set_version == known.version:
+                inode.set_version = moved.version
             inode.stat = moved
             core.inodes.save(inode)
 
