@@ -19,7 +19,7 @@ DAMAGE_STEP = 10
 """Between two checkpoints, so that there is something to lose."""
 
 OPERATOR = r"-m trainmount_operator\b"
-DAEMON = r"-m trainmount_fuse .*\bdaemon\b"
+SERVE = r"-m trainmount_fuse .*\bserve\b"
 
 UNDISTURBED = [("Succeeded", "Completed")]
 INTERRUPTED = [("Interrupted", "PodDeleted"), ("Succeeded", "Completed")]
@@ -114,10 +114,12 @@ def test_a_job_does_not_notice_that_the_daemon_of_its_mount_is_killed(
     cluster: ClusterUnderTest, job: DigitsJob, undisturbed_weights: str
 ) -> None:
     for node in job.nodes(0):
-        old = kill(cluster, node, DAEMON)
+        old = daemons(cluster, node)
+        assert old
+        cluster.on_node(node, "kill", "-9", *map(str, old))
 
         def has_successor(node: str = node, old: set[int] = old) -> bool:
-            return bool(processes(cluster, node, DAEMON) - old)
+            return bool(daemons(cluster, node) - old)
 
         wait_for(f"a new daemon on {node}", has_successor)
     ends_unharmed(job, undisturbed_weights)
@@ -195,6 +197,15 @@ def processes(cluster: ClusterUnderTest, node: str, pattern: str) -> set[int]:
         line.split(None, 1) for line in cluster.on_node(node, "ps", "-eo", "pid,args").splitlines()
     )
     return {int(pid) for pid, command in lines if re.search(pattern, command)}
+
+
+def daemons(cluster: ClusterUnderTest, node: str) -> set[int]:
+    """The daemons of a node's mounts: forks of the processes that were started to serve them."""
+    parents = dict(
+        line.split() for line in cluster.on_node(node, "ps", "-eo", "pid,ppid").splitlines()
+    )
+    serving = processes(cluster, node, SERVE)
+    return {pid for pid in serving if int(parents.get(str(pid), 0)) in serving}
 
 
 def kill(cluster: ClusterUnderTest, node: str, pattern: str) -> set[int]:
