@@ -14,10 +14,11 @@ import sqlite3
 import tempfile
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Intents", "get_meta", "open_database", "refusal_of_disk", "set_meta"]
+__all__ = ["Claim", "Intents", "get_meta", "open_database", "refusal_of_disk", "set_meta"]
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,15 @@ def _reserve(connection: sqlite3.Connection) -> None:
         log.warning("The disk of the state directory is full")
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a predecessor was about to do to a name."""
+
+    argument: str
+    was_ended: bool
+    """It was carried out whole: only its answer can be missing."""
+
+
 class Intents:
     """What this mount was about to do to names, so that a repeated request is known as such.
 
@@ -127,6 +137,7 @@ class Intents:
         argument TEXT NOT NULL,        -- rename: the new parent and name; create: the handle
         made_ns INTEGER NOT NULL       -- CLOCK_REALTIME
     );
+    CREATE TABLE IF NOT EXISTS ended_intents (id INTEGER PRIMARY KEY);
     CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
     """
 
@@ -156,12 +167,17 @@ class Intents:
         )
         row_id = cursor.lastrowid or 0
         if row_id % 100 == 0:
-            self._database.execute("DELETE FROM intents WHERE id <= ?", (row_id - _MAX_INTENTS,))
+            for table in ("intents", "ended_intents"):
+                self._database.execute(
+                    f"DELETE FROM {table} WHERE id <= ?",  # noqa: S608 - one of two names
+                    (row_id - _MAX_INTENTS,),
+                )
         return row_id
 
     def retract(self, row_id: int) -> None:
         """The operation was refused: nothing of it was done."""
         self._database.execute("DELETE FROM intents WHERE id = ?", (row_id,))
+        self._database.execute("DELETE FROM ended_intents WHERE id = ?", (row_id,))
 
     def leaving(self) -> set[tuple[int, str]]:
         """Names that predecessors may have been taking away: directory and name."""
@@ -180,17 +196,19 @@ class Intents:
 
     def ended(self, row_id: int) -> None:
         """The operation was carried out; its answer is on the way."""
+        self._database.execute("INSERT OR IGNORE INTO ended_intents VALUES (?)", (row_id,))
         self._ended.append((time.monotonic(), row_id))
 
-    def claim(self, operation: str, parent_ino: int, name: str) -> str | None:
-        """The argument of a predecessor's same intent, once in each process; None where there is
-        none or too late.
+    def claim(self, operation: str, parent_ino: int, name: str) -> Claim | None:
+        """A predecessor's same intent, once in each process; None where there is none or too
+        late.
         """
         if time.monotonic() > self._claims_end:
             return None
         row = self._database.execute(
-            "SELECT id, argument FROM intents WHERE generation < ? AND operation = ?"
-            " AND parent_ino = ? AND name = ? AND made_ns > ? ORDER BY id DESC LIMIT 1",
+            "SELECT id, argument, id IN (SELECT id FROM ended_intents) FROM intents"
+            " WHERE generation < ? AND operation = ? AND parent_ino = ? AND name = ? AND made_ns > ?"
+            " ORDER BY id DESC LIMIT 1",
             (
                 self._generation,
                 operation,
@@ -205,8 +223,8 @@ class Intents:
         self._database.execute(
             "UPDATE intents SET generation = ? WHERE id = ?", (self._generation, row[0])
         )
-        self.ended(row[0])
-        return str(row[1])
+        self._ended.append((time.monotonic(), row[0]))
+        return Claim(argument=str(row[1]), was_ended=bool(row[2]))
 
 
 def get_meta(database: sqlite3.Connection, key: str) -> str | None:

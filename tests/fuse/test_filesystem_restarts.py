@@ -285,6 +285,26 @@ class _Killed(BaseException):
     """The process ends between what the store did and what we wrote down."""
 
 
+async def test_what_is_made_anew_after_its_rename_and_renamed_again_is_no_repetition(
+    world: Any,
+) -> None:
+    a = await world.node()
+    await a.mkdir("d")
+    await a.write("d/one", b"1")
+    await a.write("f", b"2")
+    await a.rename("d", "e")
+    await a.rename("f", "g")
+    await a.mkdir("d")
+    await a.write("f", b"3")
+    await a.crash()
+    again = a.fs.rename(ROOT_INO, b"d", ROOT_INO, b"e", 0)
+    assert await world.errno_from(again) == errno.ENOTEMPTY
+    no_replace = a.fs.rename(ROOT_INO, b"f", ROOT_INO, b"g", 1)
+    assert await world.errno_from(no_replace) == errno.EEXIST
+    assert world.remote_files() == {"e/one": b"1", "f": b"3", "g": b"2"}
+    assert await a.exists("d")
+
+
 @pytest.mark.parametrize("operation", ["upload", "delete", "rename", "make_directory"])
 async def test_a_request_cut_off_behind_the_stores_answer_is_completed_when_repeated(
     world: Any, operation: str
