@@ -207,8 +207,8 @@ class Intents:
             return None
         row = self._database.execute(
             "SELECT id, argument, id IN (SELECT id FROM ended_intents) FROM intents"
-            " WHERE generation < ? AND operation = ? AND parent_ino = ? AND name = ? AND made_ns > ?"
-            " ORDER BY id DESC LIMIT 1",
+            " WHERE generation < ? AND operation = ? AND parent_ino = ? AND name = ?"
+            " AND made_ns > ? ORDER BY id DESC LIMIT 1",
             (
                 self._generation,
                 operation,
