@@ -158,6 +158,7 @@ class Intents:
 
     def note(self, operation: str, parent_ino: int, name: str, argument: str = "") -> int:
         """Write down what is about to be done; returns the row for `retract` or `ended`."""
+        self._forget_predecessors(operation, parent_ino, argument)
         while self._ended and self._ended[0][0] < time.monotonic() - self._ANSWERED_SECONDS:
             self.retract(self._ended.popleft()[1])
         cursor = self._database.execute(
@@ -173,6 +174,22 @@ class Intents:
                     (row_id - _MAX_INTENTS,),
                 )
         return row_id
+
+    def _forget_predecessors(self, operation: str, parent_ino: int, argument: str) -> None:
+        """The kernel changes one name of a directory at a time: now that another change has come,
+        what predecessors were doing in it is answered, and no request repeats it.
+        """
+        if time.monotonic() > self._claims_end:
+            return
+        parents = {parent_ino}
+        if operation == "rename":
+            parents.add(int(argument.partition("/")[0]))
+        for ino in parents:
+            self._database.execute(
+                "DELETE FROM intents WHERE generation < ?"
+                " AND (parent_ino = ? OR operation = 'rename' AND argument GLOB ?)",
+                (self._generation, ino, f"{ino}/*"),
+            )
 
     def retract(self, row_id: int) -> None:
         """The operation was refused: nothing of it was done."""

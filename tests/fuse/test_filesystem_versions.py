@@ -309,3 +309,19 @@ async def test_a_set_time_stays_when_the_directory_is_renamed(world: Any, is_ope
     assert await node.read("e/f") == b"bytes"
     if handle is not None:
         await node.close(handle)
+
+
+async def test_a_change_of_a_directory_ends_what_a_dead_daemon_may_have_left_undone_in_it(
+    world: Any,
+) -> None:
+    node = await world.node()
+    await node.write("b", b"bytes")
+    await node.rename("b", "c")
+    await node.unlink("c")
+    await node.crash()
+    await node.mkdir("b")
+    await node.mkdir("c")
+    await node.write("c/f", b"bytes")
+    # The same names as before: no repetition, so what is in the way counts.
+    assert await world.errno_from(node.rename("b", "c")) == errno.ENOTEMPTY
+    assert sorted(await node.entries()) == ["b", "c"]
