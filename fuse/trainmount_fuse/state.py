@@ -14,11 +14,10 @@ import sqlite3
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Claim", "Intents", "get_meta", "open_database", "refusal_of_disk", "set_meta"]
+__all__ = ["Intents", "get_meta", "open_database", "refusal_of_disk", "set_meta"]
 
 log = logging.getLogger(__name__)
 
@@ -107,15 +106,6 @@ def _reserve(connection: sqlite3.Connection) -> None:
         log.warning("The disk of the state directory is full")
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a predecessor was about to do to a name."""
-
-    argument: str
-    was_ended: bool
-    """It was carried out whole: only its answer can be missing."""
-
-
 class Intents:
     """What this mount was about to do to names, so that a repeated request is known as such.
 
@@ -137,7 +127,6 @@ class Intents:
         argument TEXT NOT NULL,        -- rename: the new parent and name; create: the handle
         made_ns INTEGER NOT NULL       -- CLOCK_REALTIME
     );
-    CREATE TABLE IF NOT EXISTS ended_intents (id INTEGER PRIMARY KEY);
     CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
     """
 
@@ -158,7 +147,6 @@ class Intents:
 
     def note(self, operation: str, parent_ino: int, name: str, argument: str = "") -> int:
         """Write down what is about to be done; returns the row for `retract` or `ended`."""
-        self._forget_predecessors(operation, parent_ino, argument)
         while self._ended and self._ended[0][0] < time.monotonic() - self._ANSWERED_SECONDS:
             self.retract(self._ended.popleft()[1])
         cursor = self._database.execute(
@@ -167,34 +155,31 @@ class Intents:
             (self._generation, operation, parent_ino, name, argument, time.time_ns()),
         )
         row_id = cursor.lastrowid or 0
+        self._forget_answered(operation, parent_ino, argument, before=row_id)
         if row_id % 100 == 0:
-            for table in ("intents", "ended_intents"):
-                self._database.execute(
-                    f"DELETE FROM {table} WHERE id <= ?",  # noqa: S608 - one of two names
-                    (row_id - _MAX_INTENTS,),
-                )
+            self._database.execute("DELETE FROM intents WHERE id <= ?", (row_id - _MAX_INTENTS,))
         return row_id
 
-    def _forget_predecessors(self, operation: str, parent_ino: int, argument: str) -> None:
+    def _forget_answered(
+        self, operation: str, parent_ino: int, argument: str, *, before: int
+    ) -> None:
         """The kernel changes one name of a directory at a time: now that another change has come,
-        what predecessors were doing in it is answered, and no request repeats it.
+        what was done in it before is answered, by whomever, and no request repeats it. The new row
+        comes first: a rename that is repeated must not be without one at any moment.
         """
-        if time.monotonic() > self._claims_end:
-            return
         parents = {parent_ino}
         if operation == "rename":
             parents.add(int(argument.partition("/")[0]))
         for ino in parents:
             self._database.execute(
-                "DELETE FROM intents WHERE generation < ?"
+                "DELETE FROM intents WHERE id < ?"
                 " AND (parent_ino = ? OR operation = 'rename' AND argument GLOB ?)",
-                (self._generation, ino, f"{ino}/*"),
+                (before, ino, f"{ino}/*"),
             )
 
     def retract(self, row_id: int) -> None:
         """The operation was refused: nothing of it was done."""
         self._database.execute("DELETE FROM intents WHERE id = ?", (row_id,))
-        self._database.execute("DELETE FROM ended_intents WHERE id = ?", (row_id,))
 
     def leaving(self) -> set[tuple[int, str]]:
         """Names that predecessors may have been taking away: directory and name."""
@@ -213,19 +198,17 @@ class Intents:
 
     def ended(self, row_id: int) -> None:
         """The operation was carried out; its answer is on the way."""
-        self._database.execute("INSERT OR IGNORE INTO ended_intents VALUES (?)", (row_id,))
         self._ended.append((time.monotonic(), row_id))
 
-    def claim(self, operation: str, parent_ino: int, name: str) -> Claim | None:
-        """A predecessor's same intent, once in each process; None where there is none or too
-        late.
+    def claim(self, operation: str, parent_ino: int, name: str) -> str | None:
+        """The argument of a predecessor's same intent, once in each process; None where there is
+        none or too late.
         """
         if time.monotonic() > self._claims_end:
             return None
         row = self._database.execute(
-            "SELECT id, argument, id IN (SELECT id FROM ended_intents) FROM intents"
-            " WHERE generation < ? AND operation = ? AND parent_ino = ? AND name = ?"
-            " AND made_ns > ? ORDER BY id DESC LIMIT 1",
+            "SELECT id, argument FROM intents WHERE generation < ? AND operation = ?"
+            " AND parent_ino = ? AND name = ? AND made_ns > ? ORDER BY id DESC LIMIT 1",
             (
                 self._generation,
                 operation,
@@ -240,8 +223,8 @@ class Intents:
         self._database.execute(
             "UPDATE intents SET generation = ? WHERE id = ?", (self._generation, row[0])
         )
-        self._ended.append((time.monotonic(), row[0]))
-        return Claim(argument=str(row[1]), was_ended=bool(row[2]))
+        self.ended(row[0])
+        return str(row[1])
 
 
 def get_meta(database: sqlite3.Connection, key: str) -> str | None:

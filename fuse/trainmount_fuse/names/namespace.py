@@ -402,13 +402,10 @@ class Namespace:
         age = core.settings.entry_timeout_seconds
         source, _ = await core.resolve(old_parent, old_name, age)
         target, _ = await core.resolve(new_parent, new_name, age)
-        claim = core.intents.claim("rename", old_parent.ino, old_name)
-        is_repeated = claim is not None and claim.argument == f"{new_parent.ino}/{new_name}"
-        if claim is not None and source is not None:
-            # What was moved whole and is there again was made since: this is another rename.
-            return source, target, is_repeated and not claim.was_ended
+        argument = core.intents.claim("rename", old_parent.ino, old_name)
+        is_repeated = argument == f"{new_parent.ino}/{new_name}"
         if source is not None:
-            return source, target, False
+            return source, target, is_repeated
         if not is_repeated:
             raise OSError(errno.ENOENT, "no such file or directory")
         left = core.inodes.find_child(old_parent.ino, old_name)
