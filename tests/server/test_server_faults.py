@@ -144,6 +144,7 @@ def test_faults_are_replaced_by_the_admin_route_with_their_seed(http: Http) -> N
 
     assert [answer.status for answer in answers] == [404, 429, 404]
     assert answers[1].headers["Retry-After"] == "3"
+    assert http("PUT", "/admin/faults", json=[]).status == 200
     refused = http("PUT", "/admin/faults", json={"faults": [{"status": 50}]})
     assert refused.status == 400
     assert refused.json()["message"] == "faults[0].status must be between 200 and 599; got 50"

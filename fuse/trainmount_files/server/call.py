@@ -28,7 +28,7 @@ from trainmount_files.server.store import DirectoryStore
 from trainmount_files.server.uploads import UploadFolders
 from trainmount_files.volume import MIB
 
-__all__ = ["Api", "Call", "empty", "read_json"]
+__all__ = ["Api", "Call", "empty", "read_document", "read_json"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -146,17 +146,22 @@ def empty(status: int = 204, *, headers: Mapping[str, str] | None = None) -> web
 
 async def read_json(request: web.BaseRequest) -> dict[str, Any]:
     """The body as a JSON object. Raises ApiError."""
+    document = await read_document(request)
+    if not isinstance(document, dict):
+        raise invalid("The body must be a JSON object.")
+    return document
+
+
+async def read_document(request: web.BaseRequest) -> Any:
+    """The body as JSON of any kind; an empty one is an empty object. Raises ApiError."""
     body = bytearray()
     try:
         async for chunk in request.content.iter_any():
             body += chunk
             if len(body) > _MAX_JSON_BYTES:
                 raise invalid(f"The body must be at most {_MAX_JSON_BYTES} bytes of JSON.")
-        document = json.loads(body or b"{}")
+        return json.loads(body or b"{}")
     except (ClientError, HttpProcessingError):
         raise invalid("The body of the request broke off.") from None
     except (ValueError, RecursionError):
         raise invalid("The body must be JSON.") from None
-    if not isinstance(document, dict):
-        raise invalid("The body must be a JSON object.")
-    return document

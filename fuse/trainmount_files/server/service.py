@@ -23,7 +23,7 @@ from trainmount_files.server import (
     resumable_routes,
     upload_routes,
 )
-from trainmount_files.server.call import Api, Call, read_json
+from trainmount_files.server.call import Api, Call, read_document
 from trainmount_files.server.errors import (
     ApiError,
     ServerError,
@@ -249,7 +249,7 @@ class Service:
             return web.json_response(await self._api.run(self.statistics))
         if (request.method, target) == ("PUT", "/admin/faults"):
             try:
-                self.faults.replace(parse_faults(await read_json(request)))
+                self.faults.replace(parse_faults(await read_document(request)))
             except FaultError as error:
                 raise ApiError(400, "INVALID_PARAMETER_VALUE", str(error)) from None
             return web.json_response({})
