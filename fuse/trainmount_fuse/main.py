@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
+from trainmount_files.wording import printable
 from trainmount_fuse.control.command_line import add_control_commands
-from trainmount_fuse.control.text import printable
 from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.options import (
     add_log_options,

@@ -137,7 +137,7 @@ def _local_target(copy: PlannedCopy) -> str:
 
 
 def _print_result(parts: Sequence[Part], failures: list[dict[str, str]], output: Output) -> None:
-    from trainmount_cli.transfers import files_text, printable, size_text
+    from trainmount_files.wording import files_text, printable, size_text
 
     num_files = sum(part.report.num_done for part in parts)
     num_bytes = sum(part.report.num_bytes for part in parts)
@@ -194,9 +194,9 @@ def _store_stream(
     volume: Volume, path: str, location: Location, options: CopyOptions, output: Output
 ) -> None:
     """Raises VolumeError."""
-    from trainmount_cli.transfers import printable
     from trainmount_files import AlreadyExists
     from trainmount_files.transfer import upload_stream
+    from trainmount_files.wording import printable
 
     result: dict[str, Any] = {"copied": 0, "bytes": 0, "failed": [], "skipped": []}
     try:

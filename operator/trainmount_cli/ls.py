@@ -138,7 +138,7 @@ class _Listing:
         return f"{size:>{self._width}}  {_time(entry) or '-':<20}  {text}"
 
     def _shown(self, name: str) -> str:
-        from trainmount_cli.transfers import printable
+        from trainmount_files.wording import printable
 
         return printable(name) if self._is_terminal else name
 

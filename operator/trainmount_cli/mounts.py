@@ -40,8 +40,8 @@ ListOption = Annotated[
 @contextlib.contextmanager
 def as_cli_errors() -> Iterator[None]:
     """Let what a mount cannot do be one line and an exit status."""
+    from trainmount_files.wording import printable
     from trainmount_fuse.control.protocol import ControlError
-    from trainmount_fuse.control.text import printable
 
     try:
         yield

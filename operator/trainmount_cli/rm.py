@@ -42,13 +42,13 @@ def rm(
     from trainmount_cli.transfers import (
         Part,
         failures_of,
-        files_text,
         interruptible,
         print_failures,
         showing_progress,
     )
     from trainmount_files import VolumeError
     from trainmount_files.trees import Report
+    from trainmount_files.wording import files_text
 
     locations = [parse_location(text) for text in paths]
     for location in locations:

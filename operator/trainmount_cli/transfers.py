@@ -19,17 +19,15 @@ from trainmount_cli.locations import Location, reason_of
 from trainmount_cli.output import print_error
 from trainmount_files import LocalError
 from trainmount_files.trees import Failure, Report
+from trainmount_files.wording import printable, size_text
 
 __all__ = [
     "Part",
     "failures_of",
-    "files_text",
     "interruptible",
     "noticing_silence",
     "print_failures",
-    "printable",
     "showing_progress",
-    "size_text",
 ]
 
 _PLAIN_PERIOD_SECONDS: Final = 10.0
@@ -196,24 +194,3 @@ def print_failures(failures: Sequence[dict[str, str]]) -> int:
         line = f"trainmount: {printable(failure['path'])}: {failure['message']}"
         print(line, file=sys.stderr)
     return EXIT_FAILED if failures else 0
-
-
-def printable(name: str) -> str:
-    """A name in which nothing acts on a terminal: control and lone surrogate characters escaped."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in name
-    )
-
-
-def files_text(count: int) -> str:
-    return "1 file" if count == 1 else f"{count:,} files"
-
-
-def size_text(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

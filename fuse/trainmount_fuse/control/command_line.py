@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from trainmount_fuse.control.text import printable
+from trainmount_files.wording import printable
 from trainmount_fuse.session.exit_codes import EXIT_ENDED, EXIT_FAILED
 
 __all__ = ["add_control_commands"]

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainmount_files.wording import files_text, printable, size_text
 from trainmount_fuse.control.client import Answer
 
 __all__ = [
     "evict_line",
     "failure_line",
     "flush_line",
-    "printable",
     "progress_line",
     "status_lines",
     "warm_lines",
@@ -86,27 +86,6 @@ def progress_line(verb: str, counts: Mapping[str, int]) -> str:
 def failure_line(failure: Mapping[str, str]) -> str:
     where = f"; its bytes are in {failure['bytes']}" if "bytes" in failure else ""
     return f"{printable(failure['path'])}: {failure['reason']}{where}"
-
-
-def files_text(count: int) -> str:
-    return "1 file" if count == 1 else f"{count:,} files"
-
-
-def size_text(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
-def printable(name: str) -> str:
-    """A name in which nothing acts on a terminal: control and lone surrogate characters escaped."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in name
-    )
 
 
 def _row(title: str, text: str) -> str:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trainmount_fuse.control.text import printable
+from trainmount_files.wording import printable
 from trainmount_fuse.options import (
     add_change_options,
     add_log_options,
