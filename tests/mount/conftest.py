@@ -89,6 +89,18 @@ class MountProcess:
         document: dict[str, Any] = json.loads(self.ready_file.read_text(encoding="utf-8"))
         return document
 
+    def status(self) -> dict[str, Any]:
+        """What `trainmount status` says of it; nothing while a successor takes no commands yet."""
+        command = [sys.executable, "-m", "trainmount_cli", "status", str(self.mountpoint)]
+        done = subprocess.run(
+            [*command, "-o", "json"], capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode:
+            return {}
+        (found,) = json.loads(done.stdout)["data"]["mounts"]
+        status: dict[str, Any] = found
+        return status
+
     def kill_daemon(self) -> None:
         """Kill the daemon like the out-of-memory killer does, and wait until its successor
         answers."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,21 +20,7 @@ def _sum(path: Path) -> str:
 
 
 def _cache(mount: MountProcess) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "trainmount_cli",
-        "status",
-        str(mount.mountpoint),
-        "-o",
-        "json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode:
-        # The daemon was killed, and its successor does not take commands yet.
-        return {}
-    (status,) = json.loads(done.stdout)["data"]["mounts"]
-    cache: dict[str, Any] = status["cache"]
+    cache: dict[str, Any] = mount.status().get("cache", {})
     return cache
 
 

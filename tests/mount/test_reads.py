@@ -10,10 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.mount.conftest import MountProcess
 
 MIB = 1 << 20
 ROUTES = ("presigned_get", "get_file")
@@ -53,22 +51,6 @@ def drop_pages(*paths: Path) -> None:
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def status_of(mount: MountProcess) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "trainmount_cli",
-        "status",
-        str(mount.mountpoint),
-        "-o",
-        "json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    (status,) = json.loads(done.stdout)["data"]["mounts"]
-    found: dict[str, Any] = status
-    return found
 
 
 def resident_bytes(process: Path) -> int:
@@ -123,7 +105,7 @@ def test_many_files_read_at_once_through_a_small_cache_are_right(start_mount, fi
             ["sh", "-ec", command], cwd=mount.mountpoint, capture_output=True, text=True, check=True
         )
         assert done.stdout.splitlines() == expected
-    cache = status_of(mount)["cache"]
+    cache = mount.status()["cache"]
     assert cache["evicted_bytes"] > 0
     assert cache["cached_bytes"] <= cache_bytes
 
@@ -165,7 +147,7 @@ def test_forked_readers_of_one_descriptor_or_mapping_fetch_each_byte_once(
     seconds = {}
     for how, content in data.items():
         num_readers = 1 if how == "alone" else 4
-        before = status_of(mount)["cache"]["fetched_bytes"]
+        before = mount.status()["cache"]["fetched_bytes"]
         began = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-c", QUARTERS, mount.mountpoint / how, how, str(num_readers)],
@@ -179,7 +161,7 @@ def test_forked_readers_of_one_descriptor_or_mapping_fetch_each_byte_once(
             f"{n} {hashlib.sha256(content[n * part : (n + 1) * part]).hexdigest()}"
             for n in range(num_readers)
         ]
-        fetched = status_of(mount)["cache"]["fetched_bytes"] - before
+        fetched = mount.status()["cache"]["fetched_bytes"] - before
         assert size <= fetched <= 1.1 * size, how
     print(seconds)
 
