@@ -10,6 +10,7 @@ import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 
 import pytest
 from tests.files.conftest import OPTIONS, ROOT, TOKEN, MakeVolume, Request, Scripted
@@ -281,6 +282,26 @@ def test_a_server_error_that_stays_is_named_at_the_deadline(
     )
     with pytest.raises(Unavailable, match="HTTP 429"):
         read(remote, 0, 100)
+
+
+def test_the_files_api_gets_a_time_of_its_own_after_the_signed_url_took_all(
+    scripted: MakeVolume,
+) -> None:
+    asked = []
+
+    def script(request: Request) -> Scripted:
+        if request.method == "POST":
+            sleep(2.1)
+            return Scripted(status=403)
+        asked.append(request.target)
+        return exact(request) if len(asked) > 1 else Scripted(status=503)
+
+    server, _ = scripted(script)
+    hasty = replace(OPTIONS, retry=replace(OPTIONS.retry, deadline_seconds=2))
+    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), hasty)
+    assert read(volume, 0, 100) == DATA[:100]
+    assert len(asked) == 2
+    volume.close()
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 500, 501, 503])

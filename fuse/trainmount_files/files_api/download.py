@@ -199,7 +199,11 @@ class Downloads:
             assert result.error is not None
             # A request that was cut off for it looks like a broken connection.
             attempts.check_cancelled("read", path)
+            was_direct = progress.direct
             if not self._decide(path, result.error, result.next, progress):
+                if progress.direct and not was_direct:
+                    # What asking for a URL took is not of the Files API's time.
+                    attempts = self._api.attempts(cancel)
                 continue
             try:
                 attempts.wait_or_raise(result.error, result.retry_after)
