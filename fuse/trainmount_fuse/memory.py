@@ -21,6 +21,7 @@ __all__ = [
     "MemoryBudget",
     "MemoryStatistics",
     "bound_allocator",
+    "keep_freed_memory",
     "return_free_memory",
 ]
 
@@ -39,6 +40,11 @@ _M_ARENA_MAX: Final = -8
 _OWN_MAPPING_BYTES: Final = 128 << 10
 """What is larger goes back to the system when it is freed. glibc begins with this too, but raises
 it to the largest that was ever freed.
+"""
+
+_KEPT_BYTES: Final = 32 << 20
+"""The same while large files are written: the C library's own largest. Pages that come anew for
+each MiB that a program writes, and for each part of an upload, take as long as copying it.
 """
 
 _MAX_ARENAS: Final = 2
@@ -150,14 +156,25 @@ class MemoryBudget:
 
 
 def bound_allocator() -> None:
-    """Let the C library keep little of what is freed. Once a process, before its threads start;
-    does nothing where the library is not glibc.
+    """Let the C library keep little of what is freed: before a process starts its threads, and
+    again after `keep_freed_memory`. Does nothing where the library is not glibc.
     """
+    _set_allocator(_OWN_MAPPING_BYTES)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed, up to some ten MiB a heap, for what is needed next;
+    until `bound_allocator`.
+    """
+    _set_allocator(_KEPT_BYTES)
+
+
+def _set_allocator(kept_bytes: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, _MAX_ARENAS)
-        mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _OWN_MAPPING_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, kept_bytes)
+        mallopt(_M_TRIM_THRESHOLD, kept_bytes)
 
 
 def return_free_memory() -> None:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from trainmount_files.errors import InvalidRequest, PermissionDenied, Unavailable, VolumeError
+from trainmount_files.errors import (
+    InvalidRequest,
+    PermissionDenied,
+    TooLarge,
+    Unavailable,
+    VolumeError,
+)
 from trainmount_fuse.attributes import AttributeChanges
 from trainmount_fuse.writes.staging import WritingStatistics
 
@@ -266,6 +273,58 @@ async def test_an_exclusive_file_sent_ahead_loses_to_what_another_node_made(worl
     await b.write("f", b"first")
     assert await world.errno_from(a.close(fh), transfer=True) == errno.EEXIST
     assert world.remote_files() == {"f": b"first"}
+
+
+@pytest.mark.quotes(
+    "Above 5 GiB S3 is asked for the name just before the upload, which then overwrites.",
+)
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_an_exclusive_file_too_large_for_the_store_to_refuse_is_looked_up(
+    world: Any, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    a, b = await _node(world), await _node(world, "b")
+    inner = a.volume.inner
+    refused = []
+
+    def only_over_others(call: Callable[..., Any]) -> Callable[..., Any]:
+        def check(path: str, *args: Any, overwrite: bool, **kwargs: Any) -> Any:
+            if not overwrite:
+                refused.append(path)
+                raise TooLarge("upload", path, "no more than 5368709120 bytes exclusively")
+            return call(path, *args, overwrite=overwrite, **kwargs)
+
+        return check
+
+    for name in ("start_upload", "put", "upload"):
+        monkeypatch.setattr(inner, name, only_over_others(getattr(inner, name)))
+    data = os.urandom(4 * PART)
+    fh = await a.open("f", NEW | os.O_EXCL)
+    await _written(a, fh, data)
+    if is_taken:
+        await b.write("f", b"first")
+        assert await world.errno_from(a.close(fh), transfer=True) == errno.EEXIST
+    else:
+        await a.close(fh)
+    assert world.remote_files() == {"f": b"first" if is_taken else data}
+    assert "f" in refused
+
+
+async def test_the_allocator_keeps_memory_only_while_files_are_sent_ahead(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: list[str] = []
+    for name in ("keep_freed_memory", "bound_allocator"):
+        note = partial(changes.append, name)
+        monkeypatch.setattr(f"trainmount_fuse.writes.streaming.{name}", note)
+    a = await _node(world)
+    handles = [await a.open(name, NEW) for name in ("f", "g")]
+    for fh in handles:
+        await _written(a, fh, os.urandom(3 * PART))
+    assert changes == ["keep_freed_memory"]
+    await a.close(handles[0])
+    assert changes == ["keep_freed_memory"]
+    await a.close(handles[1])
+    assert changes == ["keep_freed_memory", "bound_allocator"]
 
 
 async def test_files_beyond_those_that_may_stream_at_once_go_at_their_close(world: Any) -> None:

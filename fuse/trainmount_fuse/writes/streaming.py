@@ -35,7 +35,12 @@ from trainmount_files.volume import (
     Upload,
     Volume,
 )
-from trainmount_fuse.memory import MemoryBudget
+from trainmount_fuse.memory import (
+    MemoryBudget,
+    bound_allocator,
+    keep_freed_memory,
+    return_free_memory,
+)
 from trainmount_fuse.writes.journal import BegunUpload, Journal
 
 __all__ = ["CANNOT_STREAM", "StreamedUpload", "Streaming", "StreamingStatistics"]
@@ -110,6 +115,8 @@ class Streaming:
             if self._held_bytes and not self.memory.try_take(self._held_bytes):
                 return None
             self._num_open += 1
+            if self._num_open == 1:
+                keep_freed_memory()
         try:
             return StreamedUpload(self, path, descriptor, overwrite=overwrite)
         except BaseException:
@@ -169,6 +176,9 @@ class Streaming:
     def _leave(self) -> None:
         with self._changed:
             self._num_open -= 1
+            if not self._num_open:
+                bound_allocator()
+                return_free_memory()
         if self._held_bytes:
             self.memory.give_back(self._held_bytes)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from trainmount_files.errors import AlreadyExists
+from trainmount_files.errors import AlreadyExists, NotFound, TooLarge
 from trainmount_files.volume import ByteRange, FileStat, Volume
 from trainmount_fuse.writes.journal import Conflict, Journal, StagedState
 from trainmount_fuse.writes.staged_file import StagedFile
@@ -96,13 +96,12 @@ class Uploading:
         Raises:
             VolumeError, OSError: the store has what it had.
         """
-        overwrite = not staged.exclusive
         was_attempted = staged.attempted
         if staged.exclusive and not staged.attempted:
             self._journal.set_attempted(staged.id)
             staged.attempted = True
         try:
-            stat = self._send(staged, volume, path, overwrite=overwrite)
+            stat = self._send_as_made(staged, volume, path)
         except AlreadyExists:
             # A predecessor may have died between its upload and the journal.
             found = volume.stat(path) if was_attempted else None
@@ -147,6 +146,21 @@ class Uploading:
             if os.pread(fd, end - start, start) != buffer:
                 return False
         return True
+
+    def _send_as_made(self, staged: StagedFile, volume: Volume, path: str) -> FileStat:
+        """With O_EXCL the store refuses to overwrite. Above the size up to which it can (5 GiB on
+        S3) it is asked for the name just before.
+        """
+        try:
+            return self._send(staged, volume, path, overwrite=not staged.exclusive)
+        except TooLarge:
+            if not staged.exclusive:
+                raise
+        try:
+            volume.stat(path)
+        except NotFound:
+            return self._send(staged, volume, path, overwrite=True)
+        raise AlreadyExists("upload", path, "the name has another file now")
 
     def _send(self, staged: StagedFile, volume: Volume, path: str, *, overwrite: bool) -> FileStat:
         size = staged.size_bytes
