@@ -79,12 +79,15 @@ def read_file(path: str, size_bytes: int) -> Timing:
 
 
 def write_file(source: str, target: str) -> Timing:
-    """Copy with write(2), a MiB at a time, and close. On a mount, `close` is the upload."""
+    """Copy with write(2), a MiB at a time, and close, as `torch.save` does. On a mount, `close` is
+    the upload. (Created with O_EXCL, the store has to refuse to overwrite, which S3 can for a file
+    in parts only by copying it.)
+    """
     buffer = memoryview(bytearray(MIB))
     with (
         measured() as timing,
         open(source, "rb", buffering=0) as reader,  # noqa: PTH123
-        open(target, "xb", buffering=0) as writer,  # noqa: PTH123
+        open(target, "wb", buffering=0) as writer,  # noqa: PTH123
     ):
         while count := reader.readinto(buffer):
             writer.write(buffer[:count])
