@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainmount.checkpoint.generations import find_whole
+from trainmount.checkpoint.generations import SkippedGeneration, inspect_generations
 from trainmount.checkpoint.layout import CommitRecord
 from trainmount.checkpoint.stores import DirectoryStore
 from trainmount.data import UCVolumeReader, UCVolumeWriter
@@ -153,13 +153,15 @@ def test_a_failed_writer_thread_fails_the_save_and_the_old_checkpoint_stands(
         save(tmp_path, 2.0, thread_count=4)
     assert len(list(tmp_path.iterdir())) == 2
     assert is_same(load(tmp_path), some_state(1.0))
-    whole, skipped = find_whole(DirectoryStore(tmp_path))
-    assert len(whole) == 1
-    assert [one.reason for one in skipped] == ["its save did not finish"]
+    newest, oldest = inspect_generations(DirectoryStore(tmp_path))
+    assert isinstance(newest, SkippedGeneration)
+    assert newest.reason == "its save did not finish"
+    assert isinstance(oldest, CommitRecord)
     # What the failed save left goes with the next one that is committed.
     save(tmp_path, 3.0)
     assert len(list(tmp_path.iterdir())) == 2
-    assert find_whole(DirectoryStore(tmp_path))[1] == []
+    found = inspect_generations(DirectoryStore(tmp_path))
+    assert [type(one) for one in found] == [CommitRecord, CommitRecord]
 
 
 def test_an_error_in_before_commit_fails_the_save(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.distributed.checkpoint.stateful import Stateful
 
 from trainmount.checkpoint import randomness
-from trainmount.checkpoint.generations import SkippedGeneration, find_whole
+from trainmount.checkpoint.generations import SkippedGeneration, inspect_generations
 from trainmount.checkpoint.layout import CommitRecord
 from trainmount.checkpoint.reader import UCVolumeReader
 from trainmount.checkpoint.stores import open_store
@@ -253,20 +253,24 @@ class Checkpointer:
             ManifestChanged, StateMismatch: the loader's data or settings are not those of the
             checkpoint.
         """
-        whole, skipped = from_first_rank(lambda: find_whole(open_store(self._path)))
-        for record in whole:
-            try:
-                self._load(record)
-            except DamagedCheckpoint as error:
-                skipped.append(SkippedGeneration(record.generation, str(error), is_committed=True))
+        # Looked at on the first rank, one after the other, until one is whole.
+        found = inspect_generations(open_store(self._path))
+        skipped: list[SkippedGeneration] = []
+        while (one := from_first_rank(lambda: next(found, None))) is not None:
+            if isinstance(one, SkippedGeneration):
+                skipped.append(one)
                 continue
-            newer = [one for one in skipped if one.generation > record.generation]
-            self._report(newer)
+            try:
+                self._load(one)
+            except DamagedCheckpoint as error:
+                skipped.append(SkippedGeneration(one.generation, str(error), is_committed=True))
+                continue
+            self._report(skipped)
             return Resumed(
-                step=int(record.extra[_STEP]),
-                generation=record.generation,
-                world_size=record.world_size,
-                skipped=tuple(sorted(newer, key=lambda one: one.generation, reverse=True)),
+                step=int(one.extra[_STEP]),
+                generation=one.generation,
+                world_size=one.world_size,
+                skipped=tuple(skipped),
             )
         self._report(skipped)
         damaged = [one.reason for one in skipped if one.is_committed]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +24,7 @@ from trainmount.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
 
 __all__ = [
     "SkippedGeneration",
-    "find_whole",
+    "inspect_generations",
     "list_generations",
     "newest_whole",
     "prune",
@@ -65,8 +66,12 @@ def read_record(store: CheckpointStore, generation: str) -> CommitRecord | None:
         return None
     where = f"{store.location}/{name}"
     record = CommitRecord.from_json(bytes(store.read(name, 0, size_bytes)), where)
+    sizes = store.sizes(generation)
     for file in record.files:
-        found = store.size(f"{generation}/{file.name}")
+        found = sizes.get(file.name)
+        if found != file.size_bytes:
+            # A listing may be a little older than what another node has just stored.
+            found = store.size(f"{generation}/{file.name}")
         path = f"{store.location}/{generation}/{file.name}"
         if found is None:
             raise DamagedCheckpoint(f"{path} is missing")
@@ -87,22 +92,20 @@ def read_metadata(store: CheckpointStore, record: CommitRecord) -> bytes:
     return data
 
 
-def find_whole(store: CheckpointStore) -> tuple[list[CommitRecord], list[SkippedGeneration]]:
-    """All whole generations and all others, newest first."""
-    whole: list[CommitRecord] = []
-    skipped: list[SkippedGeneration] = []
+def inspect_generations(store: CheckpointStore) -> Iterator[CommitRecord | SkippedGeneration]:
+    """Every generation, newest first: the record of a whole one, the reason for any other.
+
+    Each is looked at when it is asked for: the newest whole one costs no look at the others.
+    """
     for generation in reversed(list_generations(store)):
         try:
             record = read_record(store, generation)
-            if record is None:
-                skipped.append(SkippedGeneration(generation, _NOT_COMMITTED, is_committed=False))
-                continue
-            read_metadata(store, record)
+            if record is not None:
+                read_metadata(store, record)
         except DamagedCheckpoint as error:
-            skipped.append(SkippedGeneration(generation, str(error), is_committed=True))
+            yield SkippedGeneration(generation, str(error), is_committed=True)
         else:
-            whole.append(record)
-    return whole, skipped
+            yield record or SkippedGeneration(generation, _NOT_COMMITTED, is_committed=False)
 
 
 def newest_whole(store: CheckpointStore) -> CommitRecord:
@@ -111,33 +114,61 @@ def newest_whole(store: CheckpointStore) -> CommitRecord:
     Raises:
         NoCheckpoint: there is none; the message says what is there instead.
     """
-    whole, skipped = find_whole(store)
-    if not whole:
-        found = (
-            "; ".join(f"{one.generation}: {one.reason}" for one in skipped)
-            or "nothing was saved there"
-        )
-        raise NoCheckpoint(f"{store.location} has no whole checkpoint ({found})")
-    return whole[0]
+    skipped: list[SkippedGeneration] = []
+    for one in inspect_generations(store):
+        if isinstance(one, CommitRecord):
+            return one
+        skipped.append(one)
+    found = "; ".join(f"{one.generation}: {one.reason}" for one in skipped)
+    raise NoCheckpoint(
+        f"{store.location} has no whole checkpoint ({found or 'nothing was saved there'})"
+    )
 
 
-def prune(store: CheckpointStore, committed: str, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` committed generations, and saves before `committed`
-    that did not finish.
+def prune(
+    store: CheckpointStore, committed: str, keep_last: int, keep: Collection[str] = ()
+) -> None:
+    """Remove what is older than the newest `keep_last` whole generations, but for those in `keep`,
+    and saves before `committed` that did not finish.
 
     Called after `committed` was committed. What cannot be removed is logged and left for the next
     time: the save has succeeded.
     """
     try:
-        older = [name for name in list_generations(store) if name < committed]
-        kept = 1
-        for generation in reversed(older):
-            if store.size(f"{generation}/{COMMIT_NAME}") is not None and kept < keep_last:
-                kept += 1
-                continue
-            # The record goes first: from then on nobody takes the rest for a checkpoint.
-            store.remove_directory(generation, first=COMMIT_NAME)
+        generations = list_generations(store)
     except (OSError, CheckpointError) as error:
-        _log.warning(
-            "old checkpoint not removed", extra={"path": store.location, "reason": str(error)}
-        )
+        _log_left(store.location, error)
+        return
+    place = generation_number(committed) or 0
+    num_whole = 1
+    for generation in reversed(generations):
+        # One with the same number is being written, by an attempt that does not know yet that it
+        # was replaced; after its end, a later save removes it.
+        if (generation_number(generation) or 0) >= place:
+            continue
+        try:
+            if num_whole < keep_last:
+                skipped = _skipped(store, generation)
+                num_whole += skipped is None
+                stays = skipped is None or skipped.is_committed
+            else:
+                stays = generation in keep
+            if not stays:
+                # The record goes first: from then on nobody takes the rest for a checkpoint.
+                store.remove_directory(generation, first=COMMIT_NAME)
+        except (OSError, CheckpointError) as error:
+            _log_left(f"{store.location}/{generation}", error)
+
+
+def _skipped(store: CheckpointStore, generation: str) -> SkippedGeneration | None:
+    """Why the generation does not count, as far as its record and its files' sizes tell."""
+    try:
+        if read_record(store, generation) is None:
+            return SkippedGeneration(generation, _NOT_COMMITTED, is_committed=False)
+    except DamagedCheckpoint as error:
+        return SkippedGeneration(generation, str(error), is_committed=True)
+    return None
+
+
+def _log_left(path: str, error: Exception) -> None:
+    _log.warning("old checkpoint not removed", extra={"path": path, "reason": str(error)})

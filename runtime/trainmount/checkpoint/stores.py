@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -68,6 +69,12 @@ class CheckpointStore(Protocol):
         """In bytes; None if there is no such file."""
         ...
 
+    def sizes(self, directory: str) -> dict[str, int]:
+        """In bytes, of the files in a directory, by name: one listing instead of a question a file.
+        Empty if the directory does not exist.
+        """
+        ...
+
     def read(self, name: str, offset: int, length: int) -> bytearray:
         """Exactly these bytes. Raises DamagedCheckpoint, naming the file, if it is missing or too
         short.
@@ -123,6 +130,18 @@ class DirectoryStore:
             return (self._root / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        found = {}
+        try:
+            with os.scandir(self._root / directory) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        if entry.is_file():
+                            found[entry.name] = entry.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return found
 
     def read(self, name: str, offset: int, length: int) -> bytearray:
         path = self._root / name
@@ -217,6 +236,18 @@ class VolumeStore:
             return self._volume.stat(name).size_bytes
         except NotFound:
             return None
+        except VolumeError as error:
+            raise self._failed(error) from error
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        from trainmount_files.errors import NotFound, VolumeError
+        from trainmount_files.volume import list_directory
+
+        try:
+            entries = list_directory(self._volume, directory)
+            return {one.name: one.size_bytes for one in entries if not one.is_directory}
+        except NotFound:
+            return {}
         except VolumeError as error:
             raise self._failed(error) from error
 

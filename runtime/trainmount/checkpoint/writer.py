@@ -16,7 +16,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Final
@@ -80,6 +80,7 @@ class UCVolumeWriter(StorageWriter):
         single_file_per_rank: bool = True,
         overwrite: bool = True,
         keep_last: int = 2,
+        keep: Collection[str] = (),
         extra: dict[str, Any] | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> None:
@@ -91,6 +92,7 @@ class UCVolumeWriter(StorageWriter):
             single_file_per_rank: False writes each tensor into a file of its own.
             overwrite: False refuses to save where a committed checkpoint is.
             keep_last: how many committed generations stay, the new one included; at least 1.
+            keep: names of generations that stay besides.
             extra: goes into the commit record; JSON-able.
             before_commit: called on each rank after its bytes are written and before the commit;
                 what it raises fails the save on all ranks.
@@ -106,9 +108,11 @@ class UCVolumeWriter(StorageWriter):
         self._single_file_per_rank = single_file_per_rank
         self._overwrite = overwrite
         self._keep_last = keep_last
+        self._keep = frozenset(keep)
         self._extra = dict(extra or {})
         self._before_commit = before_commit
         self._generation = ""
+        self._record: CommitRecord | None = None
         self._num_ranks = 1
 
     @property
@@ -120,6 +124,11 @@ class UCVolumeWriter(StorageWriter):
     def generation(self) -> str:
         """On the first rank, the generation of the last save; empty before the first."""
         return self._generation
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """On the first rank, what the last save committed; None before the first."""
+        return self._record
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -219,7 +228,8 @@ class UCVolumeWriter(StorageWriter):
             extra=self._extra,
         )
         store.publish(f"{self._generation}/{COMMIT_NAME}", record.to_json())
-        prune(store, self._generation, self._keep_last)
+        self._record = record
+        prune(store, self._generation, self._keep_last, self._keep)
 
     def _open(self) -> CheckpointStore:
         if self._store is None:
