@@ -176,9 +176,11 @@ class Streaming:
     def _leave(self) -> None:
         with self._changed:
             self._num_open -= 1
-            if not self._num_open:
+            is_last = not self._num_open
+            if is_last:
                 bound_allocator()
-                return_free_memory()
+        if is_last:
+            return_free_memory()
         if self._held_bytes:
             self.memory.give_back(self._held_bytes)
 
