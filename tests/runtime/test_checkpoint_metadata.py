@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from trainmount.checkpoint.reader import _unpickle
+from trainmount.checkpoint.unpickling import unpickle_metadata
 from trainmount.errors import DamagedCheckpoint
 
 
@@ -32,7 +32,9 @@ def test_an_enumeration_reads_the_same_in_both_ways_that_python_writes_it() -> N
     by_value = metadata_with(Written(_MEM_FORMAT_ENCODING, member.value))
     # Python 3.11.0 to 3.11.3, among them Debian 12's.
     by_name = metadata_with(Written(getattr, _MEM_FORMAT_ENCODING, member.name))
-    assert [_unpickle(data, "here").planner_data for data in (by_value, by_name)] == [member] * 2
+    assert [
+        unpickle_metadata(data, "here/metadata").planner_data for data in (by_value, by_name)
+    ] == [member] * 2
 
 
 @pytest.mark.parametrize(
@@ -45,4 +47,4 @@ def test_an_enumeration_reads_the_same_in_both_ways_that_python_writes_it() -> N
 )
 def test_metadata_that_would_run_something_else_is_refused(planner_data: object) -> None:
     with pytest.raises(DamagedCheckpoint, match="here/metadata cannot be read"):
-        _unpickle(metadata_with(planner_data), "here")
+        unpickle_metadata(metadata_with(planner_data), "here/metadata")

@@ -256,7 +256,8 @@ def test_other_directories_are_left_alone(tmp_path: Path) -> None:
 
 def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
     import pickle
-    import zlib
+
+    import xxhash
 
     generation = save(tmp_path)
     path = tmp_path / generation / "metadata"
@@ -266,7 +267,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
     for file in record["files"]:
         if file["name"] == "metadata":
             file["size_bytes"] = path.stat().st_size
-            file["checksum"] = f"crc32:{zlib.crc32(path.read_bytes()):08x}"
+            file["checksum"] = f"xxh3:{xxhash.xxh3_64_hexdigest(path.read_bytes())}"
     record_path.write_text(json.dumps(record))
     with pytest.raises(
         CheckpointException, match=r"builtins.print does not belong into checkpoint"

@@ -8,18 +8,18 @@ when they are read.
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from trainmount.checkpoint.checksums import find_algorithm
 from trainmount.checkpoint.layout import (
     COMMIT_NAME,
     METADATA_NAME,
     CommitRecord,
     generation_number,
 )
-from trainmount.checkpoint.stores import CheckpointStore
+from trainmount.checkpoint.stores import CheckpointStore, read_bytes
 from trainmount.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
 
 __all__ = [
@@ -65,7 +65,7 @@ def read_record(store: CheckpointStore, generation: str) -> CommitRecord | None:
     if size_bytes is None:
         return None
     where = f"{store.location}/{name}"
-    record = CommitRecord.from_json(bytes(store.read(name, 0, size_bytes)), where)
+    record = CommitRecord.from_json(bytes(read_bytes(store, name, size_bytes)), where)
     sizes = store.sizes(generation)
     for file in record.files:
         found = sizes.get(file.name)
@@ -86,8 +86,10 @@ def read_metadata(store: CheckpointStore, record: CommitRecord) -> bytes:
     file = next((file for file in record.files if file.name == METADATA_NAME), None)
     if file is None:
         raise DamagedCheckpoint(f"{path} is not in the commit record")
-    data = bytes(store.read(f"{record.generation}/{METADATA_NAME}", 0, file.size_bytes))
-    if file.checksum != f"crc32:{zlib.crc32(data):08x}":
+    name = f"{record.generation}/{METADATA_NAME}"
+    data = bytes(read_bytes(store, name, file.size_bytes))
+    algorithm = find_algorithm(record.algorithm)
+    if file.checksum != algorithm.text(algorithm.of(data)):
         raise DamagedCheckpoint(f"{path} is damaged: its bytes do not match the recorded checksum")
     return data
 

@@ -4,8 +4,9 @@
     <path>/<generation>/metadata                what torch's DCP knows of them, pickled
     <path>/<generation>/commit.json             every file with size and checksum; written last
 
-A generation without a commit record is no checkpoint. Names of generations sort in the order of
-their saves.
+Version 1 has CRC-32 checksums; since version 2 the commit record names the algorithm. Both are
+read. A generation without a commit record is no checkpoint. Names of generations sort in the order
+of their saves.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import dataclasses
 import json
 import re
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from trainmount.checkpoint.checksums import CRC32
 from trainmount.errors import DamagedCheckpoint
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "CommitRecord",
     "StoredFile",
     "StoredItem",
+    "blocks_of",
     "generation_number",
     "new_generation",
     "shard_name",
@@ -40,7 +44,8 @@ METADATA_NAME: Final = "metadata"
 BLOCK_BYTES: Final = 256 << 10
 
 _FORMAT: Final = "trainmount-checkpoint"
-_VERSION: Final = 1
+_VERSION: Final = 2
+_FIRST_VERSION: Final = 1
 _GENERATION: Final = re.compile(r"g(\d{8})-[0-9a-f]{8}")
 
 
@@ -52,7 +57,7 @@ class StoredFile:
     size_bytes: int
 
     checksum: str
-    """`crc32:` and 8 hexadecimal digits, of the whole file."""
+    """Of the whole file: `xxh3:` and 16 hexadecimal digits, or `crc32:` and 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,8 @@ class StoredItem:
     """In bytes."""
 
     checksums: tuple[int, ...]
-    """CRC-32 of each block of `BLOCK_BYTES`; the last block may be short. An empty item has none.
+    """Of each block of `BLOCK_BYTES`, by the commit record's algorithm; the last block may be
+    short. An empty item has none.
     """
 
     dtype: str = ""
@@ -91,6 +97,9 @@ class CommitRecord:
     files: tuple[StoredFile, ...]
     """All files of the generation but this record."""
 
+    algorithm: str = CRC32.name
+    """Of all checksums, `checksums.find_algorithm` knows it."""
+
     extra: dict[str, Any] = field(default_factory=dict)
     """The caller's own, JSON-able; the checkpointer keeps the step here."""
 
@@ -103,12 +112,16 @@ class CommitRecord:
         """Raises DamagedCheckpoint, naming `where`, if it is no commit record of this version."""
         try:
             described = json.loads(text)
-            if described["format"] != _FORMAT or described["version"] != _VERSION:
-                raise DamagedCheckpoint(f"{where}: is not a commit record of version {_VERSION}")
+            version = described["version"]
+            if described["format"] != _FORMAT or not _FIRST_VERSION <= version <= _VERSION:
+                raise DamagedCheckpoint(
+                    f"{where}: is not a commit record of version {_FIRST_VERSION} to {_VERSION}"
+                )
             return cls(
                 generation=described["generation"],
                 world_size=int(described["world_size"]),
                 files=tuple(StoredFile(**file) for file in described["files"]),
+                algorithm=str(described["algorithm"]) if version > _FIRST_VERSION else CRC32.name,
                 extra=dict(described["extra"]),
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -129,3 +142,9 @@ def generation_number(name: str) -> int | None:
 
 def shard_name(rank: int, number: int) -> str:
     return f"r{rank:05d}-{number:03d}.bin"
+
+
+def blocks_of(memory: memoryview) -> Iterator[memoryview]:
+    """An item's bytes, or those from a block's start on, in the blocks that have checksums."""
+    for start in range(0, len(memory), BLOCK_BYTES):
+        yield memory[start : start + BLOCK_BYTES]

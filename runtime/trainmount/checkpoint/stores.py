@@ -1,44 +1,60 @@
 """The few file operations that checkpoints need, over a directory (a mount too) and over a volume
-that is not mounted.
+that is not mounted (`volume_store`).
 
-Called by `generations`, `writer` and `reader`. Names are relative to the store, with `/` between
-them.
+Called by `generations`, `shards`, `writer` and `reader`. Names are relative to the store, with `/`
+between them. What was done already counts as done: a rename or a removal whose answer was lost is
+no error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import threading
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import BinaryIO, Final, Protocol
 
 from trainmount.errors import CheckpointError, DamagedCheckpoint
 from trainmount.locations import is_local, local_path
 
-if TYPE_CHECKING:
-    from trainmount_files.errors import VolumeError
-    from trainmount_files.volume import Upload, Volume
+__all__ = [
+    "CheckpointStore",
+    "DirectoryStore",
+    "GivenUp",
+    "OpenFile",
+    "open_store",
+    "read_bytes",
+]
 
-__all__ = ["CheckpointStore", "DirectoryStore", "FileSink", "VolumeStore", "open_store"]
+_WRITE_BYTES: Final = 1 << 20
+"""What one write(2) gets: as much as a FUSE mount takes at once, and it stays in the processor's
+cache between its checksum and the copy.
+"""
 
-# The part size of an upload: the memory that a rank's writer thread takes.
-_PART_BYTES: Final = 16 << 20
+_LOST_ANSWERS: Final = frozenset(
+    {errno.ENOTCONN, errno.ETIMEDOUT, errno.ECONNABORTED, errno.ECONNRESET, errno.EAGAIN}
+)
+"""What an fsync says that was cut off, not refused: a mount's daemon was replaced meanwhile."""
 
 
-class FileSink(Protocol):
-    """A file in the making. One thread."""
+class GivenUp(CheckpointError):
+    """A save or a load was given up because of a failure elsewhere."""
 
-    def write(self, data: memoryview) -> None:
-        """Append; the memory may be reused after the call."""
+
+class OpenFile(Protocol):
+    """A file that is being read. Any thread may call."""
+
+    def read_into(self, offset: int, target: memoryview, stop: threading.Event) -> None:
+        """Fill all of `target` with the bytes from `offset` on.
+
+        Raises:
+            DamagedCheckpoint: the file is missing or too short; names it.
+        """
         ...
 
-    def close(self) -> None:
-        """The whole file is stored durably when this returns."""
-        ...
-
-    def abort(self) -> None:
-        """Give up. Never raises."""
-        ...
+    def close(self) -> None: ...
 
 
 class CheckpointStore(Protocol):
@@ -55,9 +71,24 @@ class CheckpointStore(Protocol):
 
     def make_directory(self, directory: str) -> None: ...
 
-    def create(self, name: str) -> FileSink:
-        """A new file. An existing one is an error, so that no save writes into another's
-        generation.
+    def piece_bytes(self, file_bytes: int) -> int:
+        """The length of pieces that `write` likes best for a file of so many bytes."""
+        ...
+
+    def write(
+        self,
+        name: str,
+        pieces: Iterable[memoryview],
+        stop: threading.Event,
+        *,
+        num_writers: int,
+        is_synced: bool,
+    ) -> None:
+        """A new file of these pieces, one after another; stored durably when this returns.
+
+        A piece has to stay as it is while somebody has a view of it. `num_writers` threads write
+        files at the same time. Where this raises, or `stop` is set, nothing of use is left.
+        `is_synced` False leaves it to the file system when a local file is durable.
         """
         ...
 
@@ -75,10 +106,12 @@ class CheckpointStore(Protocol):
         """
         ...
 
-    def read(self, name: str, offset: int, length: int) -> bytearray:
-        """Exactly these bytes. Raises DamagedCheckpoint, naming the file, if it is missing or too
-        short.
-        """
+    def open(self, name: str) -> OpenFile:
+        """For reading. Raises DamagedCheckpoint, naming the file, if it is missing."""
+        ...
+
+    def stream(self, name: str) -> BinaryIO:
+        """The same as a seekable file, read ahead."""
         ...
 
     def remove_directory(self, directory: str, first: str) -> None:
@@ -107,23 +140,51 @@ class DirectoryStore:
     def make_directory(self, directory: str) -> None:
         (self._root / directory).mkdir(parents=True, exist_ok=True)
 
-    def create(self, name: str) -> FileSink:
-        return _DirectorySink(self._root / name)
+    def piece_bytes(self, file_bytes: int) -> int:  # noqa: ARG002 - the same for all
+        return _WRITE_BYTES
+
+    def write(
+        self,
+        name: str,
+        pieces: Iterable[memoryview],
+        stop: threading.Event,
+        *,
+        num_writers: int,  # noqa: ARG002 - each file is one stream
+        is_synced: bool,
+    ) -> None:
+        path = self._root / name
+        # Not O_EXCL: nobody else writes into this generation, and to hold it against a race makes
+        # some stores copy the file. The name of an earlier try is taken over.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                for piece in pieces:
+                    _write_all(descriptor, piece, stop)
+                if is_synced:
+                    _sync(descriptor)
+            finally:
+                # A mount says here what became of the file.
+                os.close(descriptor)
+        except BaseException:
+            # The generation will never be committed, and a later save removes it.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
 
     def publish(self, name: str, data: bytes) -> None:
         path = self._root / name
-        sink = _DirectorySink(path.with_name(f"{path.name}.tmp"))
-        try:
-            sink.write(memoryview(data))
-            sink.close()
-        except BaseException:
-            sink.abort()
-            raise
+        temporary = f"{name}.tmp"
+        never = threading.Event()
+        self.write(temporary, [memoryview(data)], never, num_writers=1, is_synced=True)
         # The entries of the directory have to be durable before the name that vouches for them is.
-        _fsync_directory(path.parent)
-        _fsync_directory(self._root)
-        sink.path.replace(path)
-        _fsync_directory(path.parent)
+        _sync_directory(path.parent)
+        _sync_directory(self._root)
+        try:
+            os.rename(self._root / temporary, path)  # noqa: PTH104 - one call, as the others here
+        except OSError:
+            if not self._has(name, data):
+                raise
+        _sync_directory(path.parent)
 
     def size(self, name: str) -> int | None:
         try:
@@ -143,208 +204,111 @@ class DirectoryStore:
             return {}
         return found
 
-    def read(self, name: str, offset: int, length: int) -> bytearray:
+    def open(self, name: str) -> OpenFile:
+        return _LocalFile(self._root / name)
+
+    def stream(self, name: str) -> BinaryIO:
         path = self._root / name
-        buffer = bytearray(length)
         try:
-            with path.open("rb", buffering=0) as file:
-                view = memoryview(buffer)
-                done = 0
-                while done < length:
-                    count = os.preadv(file.fileno(), [view[done:]], offset + done)
-                    if count == 0:
-                        raise DamagedCheckpoint(
-                            f"{path} ends at byte {offset + done}, {offset + length} are recorded"
-                        )
-                    done += count
-        except FileNotFoundError as error:
+            return path.open("rb")
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise DamagedCheckpoint(f"{path} is missing") from error
-        return buffer
 
     def remove_directory(self, directory: str, first: str) -> None:
         path = self._root / directory
-        (path / first).unlink(missing_ok=True)
-        for name in self.names(directory):
-            (path / name).unlink(missing_ok=True)
-        if path.exists():
+        for name in (first, *(one for one in self.names(directory) if one != first)):
+            _remove(path / name)
+        try:
             path.rmdir()
-
-
-class _DirectorySink:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("xb", buffering=0)
-
-    def write(self, data: memoryview) -> None:
-        while data:
-            data = data[self._file.write(data) :]
-
-    def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def abort(self) -> None:
-        try:
-            self._file.close()
-            self.path.unlink(missing_ok=True)
         except OSError:
-            pass  # the generation will never be committed, and a later save removes it
+            if path.exists():
+                raise
 
-
-class VolumeStore:
-    """A directory of a volume that is not mounted: files are streamed as parts, no local copy."""
-
-    def __init__(self, url: str) -> None:
-        from trainmount_files import open_volume
-
-        self._url = url
-        self._volume: Volume = open_volume(url)
-
-    @property
-    def location(self) -> str:
-        return self._url
-
-    def names(self, directory: str) -> list[str]:
-        from trainmount_files.errors import NotFound, VolumeError
-        from trainmount_files.volume import list_directory
-
+    def _has(self, name: str, data: bytes) -> bool:
+        """Whether the file has exactly this content: then a rename was carried out."""
         try:
-            return sorted(stat.name for stat in list_directory(self._volume, directory))
-        except NotFound:
-            return []
-        except VolumeError as error:
-            raise self._failed(error) from error
+            return (self._root / name).read_bytes() == data
+        except OSError:
+            return False
 
-    def make_directory(self, directory: str) -> None:
-        """Nothing: the store makes parents with the files."""
 
-    def create(self, name: str) -> FileSink:
-        return _VolumeSink(self._volume, name, self._url)
+class _LocalFile:
+    """An open file of a directory; implements `OpenFile`."""
 
-    def publish(self, name: str, data: bytes) -> None:
-        from trainmount_files.errors import VolumeError
-
+    def __init__(self, path: Path) -> None:
+        self._path = path
         try:
-            self._volume.put(name, data)
-        except VolumeError as error:
-            raise self._failed(error) from error
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DamagedCheckpoint(f"{path} is missing") from error
 
-    def size(self, name: str) -> int | None:
-        from trainmount_files.errors import NotFound, VolumeError
-
-        try:
-            return self._volume.stat(name).size_bytes
-        except NotFound:
-            return None
-        except VolumeError as error:
-            raise self._failed(error) from error
-
-    def sizes(self, directory: str) -> dict[str, int]:
-        from trainmount_files.errors import NotFound, VolumeError
-        from trainmount_files.volume import list_directory
-
-        try:
-            entries = list_directory(self._volume, directory)
-            return {one.name: one.size_bytes for one in entries if not one.is_directory}
-        except NotFound:
-            return {}
-        except VolumeError as error:
-            raise self._failed(error) from error
-
-    def read(self, name: str, offset: int, length: int) -> bytearray:
-        from trainmount_files.errors import InexactRange, NotFound, VolumeError
-        from trainmount_files.volume import ByteRange
-
-        buffer = bytearray(length)
-        if length == 0:
-            return buffer
-        try:
-            self._volume.read_into(name, ByteRange(offset, offset + length), buffer)
-        except NotFound as error:
-            raise DamagedCheckpoint(f"{self._url}/{name} is missing") from error
-        except InexactRange as error:
-            raise DamagedCheckpoint(
-                f"{self._url}/{name} is shorter than recorded: {error}"
-            ) from error
-        except VolumeError as error:
-            raise self._failed(error) from error
-        return buffer
-
-    def remove_directory(self, directory: str, first: str) -> None:
-        from trainmount_files.errors import NotFound, VolumeError
-
-        try:
-            names = self.names(directory)
-            for name in sorted(names, key=lambda name: name != first):
-                self._volume.delete(f"{directory}/{name}")
-            self._volume.remove_directory(directory)
-        except NotFound:
-            pass
-        except VolumeError as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: VolumeError) -> CheckpointError:
-        return CheckpointError(f"{self._url}: {error}")
-
-
-class _VolumeSink:
-    """Collects parts; a file of one part goes up in one request."""
-
-    def __init__(self, volume: Volume, name: str, url: str) -> None:
-        self._volume = volume
-        self._name = name
-        self._url = url
-        self._part = bytearray()
-        self._upload: Upload | None = None
-        self._num_parts = 0
-
-    def write(self, data: memoryview) -> None:
-        while data:
-            room = _PART_BYTES - len(self._part)
-            self._part += data[:room]
-            data = data[room:]
-            if len(self._part) == _PART_BYTES and data:
-                self._put_part()
+    def read_into(self, offset: int, target: memoryview, stop: threading.Event) -> None:
+        end = offset + len(target)
+        while target:
+            if stop.is_set():
+                raise GivenUp(f"{self._path}: the load was given up")
+            count = os.preadv(self._descriptor, [target], offset)
+            if count == 0:
+                raise DamagedCheckpoint(f"{self._path} ends at byte {offset}, {end} are recorded")
+            target = target[count:]
+            offset += count
 
     def close(self) -> None:
-        from trainmount_files.errors import VolumeError
-
-        try:
-            if self._upload is None:
-                self._volume.put(self._name, self._part, overwrite=False)
-                return
-            self._put_part()
-            self._upload.complete()
-        except VolumeError as error:
-            raise CheckpointError(f"{self._url}: {error}") from error
-
-    def abort(self) -> None:
-        if self._upload is not None:
-            self._upload.abort()
-
-    def _put_part(self) -> None:
-        from trainmount_files.errors import VolumeError
-
-        try:
-            if self._upload is None:
-                self._upload = self._volume.start_upload(self._name, overwrite=False)
-            self._num_parts += 1
-            self._upload.put_part(self._num_parts, self._part)
-        except VolumeError as error:
-            raise CheckpointError(f"{self._url}: {error}") from error
-        self._part = bytearray()
+        os.close(self._descriptor)
 
 
 def open_store(path: str) -> CheckpointStore:
     """The store that `path` leads to. Nothing is made yet."""
     if is_local(path):
         return DirectoryStore(local_path(path))
+    # Imported where it is needed: it brings the volume client.
+    from trainmount.checkpoint.volume_store import VolumeStore
+
     return VolumeStore(path.rstrip("/"))
 
 
-def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def read_bytes(store: CheckpointStore, name: str, length: int) -> bytearray:
+    """The first `length` bytes of a small file. Raises DamagedCheckpoint if it is missing or too
+    short.
+    """
+    data = bytearray(length)
+    file = store.open(name)
+    try:
+        file.read_into(0, memoryview(data), threading.Event())
+    finally:
+        file.close()
+    return data
+
+
+def _write_all(descriptor: int, piece: memoryview, stop: threading.Event) -> None:
+    while piece:
+        if stop.is_set():
+            raise GivenUp("the save was given up")
+        count = os.write(descriptor, piece[:_WRITE_BYTES])
+        piece = piece[count:]
+
+
+def _sync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _LOST_ANSWERS:
+            raise
+        os.fsync(descriptor)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file; also where only the answer of the removal was lost."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        if os.path.lexists(path):
+            raise

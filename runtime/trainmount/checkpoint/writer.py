@@ -1,32 +1,31 @@
 """DCP storage that a checkpoint is written to. Called by torch's `dcp.save`/`async_save`, given by
 the user or by `checkpointer`.
 
-Calls, in order: `reset`, `set_up_storage_writer`, `prepare_local_plan` (all ranks),
-`prepare_global_plan` (first rank: names the generation), `write_data` (all ranks: the bytes, then
-the caller's own files), `finish` (first rank: metadata, commit record, then removal of old
-generations). torch gathers each step's errors and raises on all ranks, so that `finish` runs only
-when every thread of every rank has succeeded.
+Calls, in order: `stage` (async only), `reset`, `set_up_storage_writer`, `prepare_local_plan` (all
+ranks), `prepare_global_plan` (first rank: names the generation), `write_data` (all ranks: the
+bytes, see `shards`, then the caller's own files), `finish` (first rank: metadata, commit record,
+then removal of old generations). torch gathers each step's errors and raises on all ranks, so that
+`finish` runs only when every thread of every rank has succeeded.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import io
 import os
 import pickle
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from trainmount.checkpoint.checksums import best_algorithm, find_algorithm
+from trainmount.checkpoint.failures import FailureBoard
 from trainmount.checkpoint.generations import list_generations, prune, read_record
 from trainmount.checkpoint.layout import (
     BLOCK_BYTES,
@@ -34,16 +33,18 @@ from trainmount.checkpoint.layout import (
     METADATA_NAME,
     CommitRecord,
     StoredFile,
-    StoredItem,
     new_generation,
-    shard_name,
 )
-from trainmount.checkpoint.stores import CheckpointStore, open_store
+from trainmount.checkpoint.shards import ShardOptions, write_shards
+from trainmount.checkpoint.stores import CheckpointStore, GivenUp, open_store
 from trainmount.errors import CheckpointError
 
 __all__ = ["UCVolumeWriter"]
 
 _METADATA_PROTOCOL: Final = 4
+
+_BEGIN_SECONDS: Final = 10.0
+"""torch begins an asynchronous save at once after the copy, or never if it fails in between."""
 
 
 @dataclass(frozen=True)
@@ -52,60 +53,80 @@ class _Target:
 
     generation: str
     rank: int
+    algorithm: str
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What a rank tells the first one of an item: where it is, and of the file when it is the
-    file's first item.
-    """
-
-    item: StoredItem
-    file: StoredFile | None
-
-
-class UCVolumeWriter(StorageWriter):
+class UCVolumeWriter(StorageWriter, BlockingAsyncStager):
     """Writes each save into a new generation below a directory and commits it last.
 
     A save that fails leaves the committed ones as they are. `path` is a directory on a mount or
     anywhere, or `/Volumes/...` that is not mounted (then files are streamed to the volume, with no
-    local copy).
+    local copy). One save at a time: a second `dcp.async_save` waits for the first.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
-        thread_count: int = 1,
         single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
         overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
         keep_last: int = 2,
         keep: Collection[str] = (),
         extra: dict[str, Any] | None = None,
         before_commit: Callable[[], None] | None = None,
     ) -> None:
-        """Nothing is written yet.
+        """Nothing is written yet. The first arguments are those of torch's `FileSystemWriter`.
 
         Args:
             path: holds the generations; made if need be.
-            thread_count: files that each rank writes at a time.
             single_file_per_rank: False writes each tensor into a file of its own.
-            overwrite: False refuses to save where a committed checkpoint is.
+            sync_files: False leaves it to the file system when a local file is durable: after a
+                power failure the newest checkpoint may be damaged, which a load notices.
+            thread_count: files that each rank writes at a time. To a volume without a mount, the
+                parts of one file go at once as well.
+            per_thread_copy_ahead: bytes of a tensor on a GPU that a thread copies at a time.
+            cache_staged_state_dict: as in torch: `async_save` keeps the copy's memory for the next
+                save.
+            overwrite: False refuses to save where a committed checkpoint is. True never overwrites
+                either: the old one goes after the new one is committed, as `keep_last` says.
+            _extensions: must be empty: bytes are stored as they are.
+            serialization_format: must be `SerializationFormat.TORCH_SAVE`, torch's default; what is
+                written is this project's own layout, which `UCVolumeReader` reads.
             keep_last: how many committed generations stay, the new one included; at least 1.
             keep: names of generations that stay besides.
             extra: goes into the commit record; JSON-able.
             before_commit: called on each rank after its bytes are written and before the commit;
                 what it raises fails the save on all ranks.
+
+        Raises:
+            ValueError: an argument has no meaning here; names it.
         """
-        super().__init__()
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if thread_count < 1:
             raise ValueError(f"thread_count must be at least 1, got {thread_count}")
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}")
+        if per_thread_copy_ahead < 0:
+            raise ValueError(f"per_thread_copy_ahead must not be negative: {per_thread_copy_ahead}")
+        if _extensions:
+            raise ValueError("_extensions: checkpoints store bytes as they are; leave it out")
+        if getattr(serialization_format, "value", "torch_save") != "torch_save":
+            raise ValueError(
+                f"serialization_format: {serialization_format} cannot be written; leave it out, or "
+                "save with safetensors itself"
+            )
         self._path = os.fspath(path)
         self._store: CheckpointStore | None = None
         self._thread_count = thread_count
         self._single_file_per_rank = single_file_per_rank
+        self._sync_files = sync_files
+        self._staged_bytes = max(1, per_thread_copy_ahead // BLOCK_BYTES) * BLOCK_BYTES
         self._overwrite = overwrite
         self._keep_last = keep_last
         self._keep = frozenset(keep)
@@ -114,6 +135,23 @@ class UCVolumeWriter(StorageWriter):
         self._generation = ""
         self._record: CommitRecord | None = None
         self._num_ranks = 1
+        self._algorithm = best_algorithm()
+        # The thread of the save that was begun last, and whether the one that was staged last has
+        # begun.
+        self._saver: threading.Thread | None = None
+        self._has_begun = threading.Event()
+        self._has_begun.set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # It goes to the process that saves.
+        self._has_begun.set()
+        # Which needs neither connections, nor the staged copy a second time.
+        without = {"_store": None, "state_dict_cache": None, "_has_begun": None, "_saver": None}
+        return {**self.__dict__, **without}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._has_begun = threading.Event()
 
     @property
     def checkpoint_id(self) -> str:
@@ -134,7 +172,20 @@ class UCVolumeWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(os.fspath(checkpoint_id))
 
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """For `dcp.async_save`: a copy of all values as they are now. Waits for the save before."""
+        self._has_begun.wait(_BEGIN_SECONDS)
+        if self._saver is not None and self._saver is not threading.current_thread():
+            # torch makes a thread for each asynchronous save, which ends with it.
+            self._saver.join()
+        staged: dict[str, Any] = BlockingAsyncStager.stage(self, state_dict)
+        self._has_begun = threading.Event()
+        return staged
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._has_begun.set()
+        is_asynchronous = threading.current_thread() is not threading.main_thread()
+        self._saver = threading.current_thread() if is_asynchronous else None
         if checkpoint_id:
             self._path = os.fspath(checkpoint_id)
             self._store = None
@@ -163,44 +214,28 @@ class UCVolumeWriter(StorageWriter):
                     f"{store.location}/{committed[-1]} is committed and overwrite is False"
                 )
         self._generation = new_generation(existing)
+        self._algorithm = best_algorithm()
         self._num_ranks = len(plans)
         store.make_directory(self._generation)
         return [
-            dataclasses.replace(plan, storage_data=_Target(self._generation, rank))
+            dataclasses.replace(
+                plan, storage_data=_Target(self._generation, rank, self._algorithm.name)
+            )
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         target: _Target = plan.storage_data
-        store = self._open()
-        store.make_directory(target.generation)
-        if self._single_file_per_rank:
-            buckets = _balanced(plan.items, self._thread_count)
-        else:
-            buckets = [[item] for item in plan.items]
-        with ThreadPoolExecutor(
-            self._thread_count, thread_name_prefix="checkpoint-writer"
-        ) as threads:
-            running = [
-                threads.submit(
-                    _write_file,
-                    store,
-                    target.generation,
-                    shard_name(target.rank, number),
-                    bucket,
-                    planner,
-                )
-                for number, bucket in enumerate(buckets)
-            ]
-            done, others = wait(running, return_when=FIRST_EXCEPTION)
-            for one in others:
-                one.cancel()
-        # Raises what failed: a save is whole only if every thread is.
-        results = [
-            result for one in (*done, *others) if not one.cancelled() for result in one.result()
-        ]
-        if self._before_commit is not None:
-            self._before_commit()
+        board = FailureBoard(target.generation)
+        try:
+            results = self._write(target, plan, planner, board)
+            if self._before_commit is not None:
+                self._before_commit()
+        except GivenUp:
+            raise
+        except BaseException as error:
+            board.tell(target.rank, error)
+            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -209,109 +244,42 @@ class UCVolumeWriter(StorageWriter):
         store = self._open()
         written = [result for of_rank in results for result in of_rank]
         metadata.storage_data = {result.index: result.storage_data.item for result in written}
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._path, save_id=self._generation)
         files = [
             result.storage_data.file for result in written if result.storage_data.file is not None
         ]
         pickled = pickle.dumps(metadata, protocol=_METADATA_PROTOCOL)
-        sink = store.create(f"{self._generation}/{METADATA_NAME}")
-        try:
-            sink.write(memoryview(pickled))
-            sink.close()
-        except BaseException:
-            sink.abort()
-            raise
-        files.append(StoredFile(METADATA_NAME, len(pickled), f"crc32:{zlib.crc32(pickled):08x}"))
+        store.publish(f"{self._generation}/{METADATA_NAME}", pickled)
+        checksum = self._algorithm.text(self._algorithm.of(pickled))
+        files.append(StoredFile(METADATA_NAME, len(pickled), checksum))
         record = CommitRecord(
             generation=self._generation,
             world_size=self._num_ranks,
             files=tuple(files),
+            algorithm=self._algorithm.name,
             extra=self._extra,
         )
         store.publish(f"{self._generation}/{COMMIT_NAME}", record.to_json())
         self._record = record
         prune(store, self._generation, self._keep_last, self._keep)
 
+    def _write(
+        self, target: _Target, plan: SavePlan, planner: SavePlanner, board: FailureBoard
+    ) -> list[WriteResult]:
+        store = self._open()
+        store.make_directory(target.generation)
+        options = ShardOptions(
+            thread_count=self._thread_count,
+            is_file_per_item=not self._single_file_per_rank,
+            is_synced=self._sync_files,
+            staged_bytes=self._staged_bytes,
+            algorithm=find_algorithm(target.algorithm),
+        )
+        return write_shards(
+            store, target.generation, target.rank, plan.items, planner, options, board.read
+        )
+
     def _open(self) -> CheckpointStore:
         if self._store is None:
             self._store = open_store(self._path)
         return self._store
-
-
-def _write_file(
-    store: CheckpointStore,
-    generation: str,
-    file_name: str,
-    items: Iterable[WriteItem],
-    planner: SavePlanner,
-) -> list[WriteResult]:
-    sink = store.create(f"{generation}/{file_name}")
-    stored: list[tuple[WriteItem, StoredItem]] = []
-    offset, file_checksum = 0, 0
-    try:
-        for item in items:
-            dtype, shape, pieces = _content(item, planner)
-            length, checksums = 0, []
-            for block in pieces:
-                sink.write(block)
-                length += len(block)
-                checksums.append(zlib.crc32(block))
-                file_checksum = zlib.crc32(block, file_checksum)
-            stored.append(
-                (item, StoredItem(file_name, offset, length, tuple(checksums), dtype, shape))
-            )
-            offset += length
-        sink.close()
-    except BaseException:
-        sink.abort()
-        raise
-    file = StoredFile(file_name, offset, f"crc32:{file_checksum:08x}")
-    return [
-        WriteResult(item.index, place.length, _Written(place, file if number == 0 else None))
-        for number, (item, place) in enumerate(stored)
-    ]
-
-
-def _content(
-    item: WriteItem, planner: SavePlanner
-) -> tuple[str, tuple[int, ...], Iterator[memoryview]]:
-    """The dtype's name and the shape (empty for an object), and the bytes in blocks of
-    `BLOCK_BYTES`.
-    """
-    data = planner.resolve_data(item)
-    if item.type == WriteItemType.BYTE_IO:
-        assert isinstance(data, io.BytesIO)
-        return "", (), _blocks(data.getbuffer())
-    assert isinstance(data, torch.Tensor)
-    tensor = data.detach()
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(
-            f"{item.index.fqn}: only dense tensors can be saved, this is {tensor.layout}"
-        )
-    tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _tensor_blocks(tensor)
-
-
-def _tensor_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    if tensor.nbytes:
-        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-        yield from _blocks(memoryview(memory).cast("B"))
-
-
-def _blocks(memory: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(memory), BLOCK_BYTES):
-        yield memory[start : start + BLOCK_BYTES]
-
-
-def _balanced(items: list[WriteItem], num_buckets: int) -> list[list[WriteItem]]:
-    """The items in as many buckets of about the same size; empty buckets are left out."""
-    buckets: list[list[WriteItem]] = [[] for _ in range(num_buckets)]
-    sizes = [0] * num_buckets
-    for item in sorted(items, key=_size_hint, reverse=True):
-        smallest = sizes.index(min(sizes))
-        buckets[smallest].append(item)
-        sizes[smallest] += _size_hint(item) + 1
-    return [bucket for bucket in buckets if bucket]
-
-
-def _size_hint(item: WriteItem) -> int:
-    return item.tensor_storage_size() or 0 if item.tensor_data is not None else 0
