@@ -1,27 +1,32 @@
 """The few collective operations that the loader and the checkpointer need, as no-ops in a single
 process.
 
-Called by `data` and `checkpoint`. All of them are on the default process group; with one that died,
-they raise after that group's own timeout.
+Called by `data` and `checkpoint`. All of them are on the default process group, or on one that is
+given; with one that died, they raise after that group's own timeout.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 __all__ = [
+    "Group",
     "announced_world_size",
-    "any_rank",
     "from_first_rank",
     "gather",
     "grid_of_process",
     "is_distributed",
+    "largest",
+    "new_group",
 ]
+
+Group: TypeAlias = dist.ProcessGroup | None
+"""A group of all ranks; None for the default one, and where there is none."""
 
 T = TypeVar("T")
 
@@ -44,7 +49,7 @@ def announced_world_size() -> int:
     return int(text) if text.isdecimal() else 1
 
 
-def gather(make: Callable[[], T]) -> list[T]:
+def gather(make: Callable[[], T], group: Group = None) -> list[T]:
     """What `make` returns on each rank, in order, on all ranks.
 
     Where it raises on any rank, the first failed rank's exception is raised on all, so that none
@@ -58,14 +63,14 @@ def gather(make: Callable[[], T]) -> list[T]:
     except Exception as error:
         mine = (None, error)
     answers: list[tuple[T | None, Exception | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
+    dist.all_gather_object(answers, mine, group=group)
     for _, failure in answers:
         if failure is not None:
             raise failure
     return [answer for answer, _ in answers]  # type: ignore[misc]
 
 
-def from_first_rank(make: Callable[[], T]) -> T:
+def from_first_rank(make: Callable[[], T], group: Group = None) -> T:
     """What `make` returns on rank 0, on all ranks; only rank 0 calls it. Its exception is raised on
     all.
     """
@@ -77,20 +82,29 @@ def from_first_rank(make: Callable[[], T]) -> T:
             message = [(make(), None)]
         except Exception as error:
             message = [(None, error)]
-    dist.broadcast_object_list(message, src=0)
+    dist.broadcast_object_list(message, src=0, group=group)
     answer, failure = message[0]
     if failure is not None:
         raise failure
     return answer  # type: ignore[return-value]
 
 
-def any_rank(flag: bool) -> bool:
-    """True on all ranks if `flag` is on any."""
+def largest(values: Sequence[int], group: Group = None) -> list[int]:
+    """The largest of each value over all ranks, on all ranks. `group` takes tensors of the CPU."""
     if not is_distributed() or dist.get_world_size() == 1:
-        return flag
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
-    )
-    votes = torch.tensor([int(flag)], dtype=torch.int32, device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return bool(votes.item())
+        return list(values)
+    votes = torch.tensor(values, dtype=torch.int32)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
+    found: list[int] = votes.tolist()
+    return found
+
+
+def new_group() -> Group:
+    """A group of all ranks on gloo, whose operations nobody else's can be mistaken for, and which
+    keeps no GPU waiting. Called by all ranks together.
+    """
+    if not is_distributed():
+        return None
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "all ranks are members"
+    return group

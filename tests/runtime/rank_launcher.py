@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # DDP needs it
+import torch.distributed.fsdp
 
 import trainmount.checkpoint.checkpointer  # noqa: F401 - imported once, for all ranks
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trainmount.checkpoint import Checkpointer
@@ -21,7 +23,8 @@ from trainmount.run import world
 
 
 def train(arguments: dict[str, Any]) -> None:
-    """Train a small network with DDP; write down what was consumed, and the weights at the end.
+    """Train a small network with DDP or FSDP; write down what was consumed, and the weights when it
+    begins and at the end.
 
     A line for each consumed sample becomes durable with the checkpoint that counts it, or at the
     end.
@@ -37,11 +40,7 @@ def train(arguments: dict[str, Any]) -> None:
         num_workers=arguments.get("num_workers", 0),
         collate_fn=read_batch,
     )
-    network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
-    # With its defaults, DDP rebuilds its buckets after the first step of a process, and adds
-    # gradients in another order than a run that went on. Without the rebuild, a resumed run is the
-    # same bit for bit.
-    model = DistributedDataParallel(network, find_unused_parameters=True)
+    model = _model(arguments)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
     consumed: list[str] = []
@@ -60,6 +59,8 @@ def train(arguments: dict[str, Any]) -> None:
         state={"model": model, "optimizer": optimizer, "schedule": schedule},
         loader=loader,
         every_steps=arguments.get("every_steps"),
+        every_minutes=arguments.get("every_minutes"),
+        asynchronous=arguments.get("asynchronous", False),
         before_commit=write_lines,
     ) as checkpoints:
         resumed = checkpoints.resume()
@@ -71,6 +72,7 @@ def train(arguments: dict[str, Any]) -> None:
                     file.unlink()
             (root / "resumed_at").write_text(str(step))
         dist.barrier()
+        _write_weights(model, root / "begun")
         for epoch in range(loader.epoch, arguments["num_epochs"]):
             for names, inputs, labels in loader:
                 optimizer.zero_grad()
@@ -87,13 +89,27 @@ def train(arguments: dict[str, Any]) -> None:
                         start_new_session=True,
                     )
                 checkpoints.step(step)
+                dist.barrier()  # a collective of the program, while a save is on its way
         write_lines(step + 1)
-    if me.is_first:
-        weights = dict(network.state_dict())
-        torch.save(
-            {"weights": weights, "optimizer": optimizer.state_dict(), "step": step}, root / "final"
-        )
+    _write_weights(model, root / "final")
     dist.destroy_process_group()
+
+
+def _model(arguments: dict[str, Any]) -> nn.Module:
+    if arguments.get("kind") == "fsdp":
+        network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 4))
+        for layer in network:
+            fully_shard(layer)
+        return fully_shard(network)
+    network = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
+    return DistributedDataParallel(network, **arguments.get("ddp", {}))
+
+
+def _write_weights(model: nn.Module, path: Path) -> None:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        torch.save(weights, path)
 
 
 def disagree(arguments: dict[str, Any]) -> None:

@@ -1,11 +1,12 @@
-"""A job on several processes with DDP on gloo: stopped, killed, resumed on the same and on another
-number of ranks.
+"""A job on several processes with DDP and with FSDP on gloo: stopped, killed, resumed on the same
+and on another number of ranks.
 
 46 files in global batches of 16: three steps an epoch, the last with 14 samples over four ranks.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -81,6 +82,63 @@ def test_a_rank_killed_inside_a_save_loses_only_that_save(
     assert (tmp_path / "resumed_at").read_text() == "4"
     _assert_exactly_once(tmp_path)
     assert _is_equal(_final(tmp_path), _final(undisturbed))
+
+
+def test_static_graph_a_resumed_job_is_equal_bit_for_bit(tmp_path: Path, run_ranks: Any) -> None:
+    options = {**JOB, "ddp": {"static_graph": True}}
+    for name in ("undisturbed", "stopped"):
+        (tmp_path / name).mkdir()
+        _make_data(tmp_path / name)
+    undisturbed, stopped = str(tmp_path / "undisturbed"), str(tmp_path / "stopped")
+    assert run_ranks("train", 4, root=undisturbed, **options) == [0] * 4
+    assert run_ranks("train", 4, root=stopped, sigterm_at=4, **options) == [143] * 4
+    assert run_ranks("train", 4, root=stopped, **options) == [0] * 4
+    assert _is_equal(_final(tmp_path / "stopped"), _final(tmp_path / "undisturbed"))
+
+
+def test_asynchronous_saves_at_each_step_neither_hang_nor_change_the_weights(
+    undisturbed: Path, tmp_path: Path, run_ranks: Any
+) -> None:
+    _make_data(tmp_path)
+    options = {**JOB, "asynchronous": True, "every_steps": 1}
+    codes = run_ranks("train", 4, root=str(tmp_path), sigterm_at=5, **options)
+    assert codes == [143] * 4
+    assert run_ranks("train", 4, root=str(tmp_path), **options) == [0] * 4
+    assert (tmp_path / "resumed_at").read_text() == "5"
+    _assert_exactly_once(tmp_path)
+    assert _is_equal(_final(tmp_path), _final(undisturbed))
+
+
+def test_minutes_are_those_of_the_first_rank_and_all_ranks_save_together(
+    tmp_path: Path, run_ranks: Any
+) -> None:
+    _make_data(tmp_path)
+    assert run_ranks("train", 2, root=str(tmp_path), every_minutes=1e-9, **JOB) == [0, 0]
+    records = sorted((tmp_path / "checkpoints").glob("*/commit.json"))
+    steps = [json.loads(record.read_text())["extra"]["step"] for record in records]
+    assert steps == [17, 18]
+    assert len(list((tmp_path / "consumed").iterdir())) == 2 * (18 + 1)
+
+
+def test_fsdp_resumed_on_the_same_ranks_is_equal_bit_for_bit_and_on_others_from_the_same_weights(
+    tmp_path: Path, run_ranks: Any
+) -> None:
+    for name in ("undisturbed", "stopped"):
+        (tmp_path / name).mkdir()
+        _make_data(tmp_path / name)
+    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
+    fsdp = {**JOB, "kind": "fsdp"}
+    assert run_ranks("train", 4, root=str(undisturbed), **fsdp) == [0] * 4
+    codes = run_ranks("train", 4, root=str(stopped), sigterm_at=4, asynchronous=True, **fsdp)
+    assert codes == [143] * 4
+    on_two = _copied(stopped, tmp_path / "on_two")
+    assert run_ranks("train", 4, root=str(stopped), **fsdp) == [0] * 4
+    _assert_exactly_once(stopped)
+    assert _is_equal(_final(stopped), _final(undisturbed))
+    assert run_ranks("train", 2, root=str(on_two), **{**fsdp, "batch_size": 8}) == [0, 0]
+    _assert_exactly_once(on_two)
+    assert _global_batches(on_two) == _global_batches(undisturbed)
+    assert _is_equal(torch.load(on_two / "begun"), torch.load(stopped / "begun"))
 
 
 def test_an_error_on_one_rank_fails_the_save_on_all(tmp_path: Path, run_ranks: Any) -> None:

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from trainmount.checkpoint.checkpointer import EXIT_CODE_ON_SIGTERM, Checkpointer, Resumed
     from trainmount.checkpoint.reader import UCVolumeReader
+    from trainmount.checkpoint.saves import SaveMetrics
     from trainmount.checkpoint.writer import UCVolumeWriter
 
-__all__ = ["EXIT_CODE_ON_SIGTERM", "Checkpointer", "Resumed", "UCVolumeReader", "UCVolumeWriter"]
+__all__ = [
+    "EXIT_CODE_ON_SIGTERM",
+    "Checkpointer",
+    "Resumed",
+    "SaveMetrics",
+    "UCVolumeReader",
+    "UCVolumeWriter",
+]
 
 if importlib.util.find_spec("torch") is None:
     raise ImportError(
@@ -25,6 +33,7 @@ _MODULES: Final = {
     "EXIT_CODE_ON_SIGTERM": "trainmount.checkpoint.checkpointer",
     "Checkpointer": "trainmount.checkpoint.checkpointer",
     "Resumed": "trainmount.checkpoint.checkpointer",
+    "SaveMetrics": "trainmount.checkpoint.saves",
     "UCVolumeReader": "trainmount.checkpoint.reader",
     "UCVolumeWriter": "trainmount.checkpoint.writer",
 }

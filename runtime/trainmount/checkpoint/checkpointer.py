@@ -13,54 +13,44 @@ What belongs to it: models, optimizers, loader, random numbers, step.
                 step += 1
                 checkpoints.step(step)
 
-Every method is called by all ranks together. `save` -> `writer` -> the commit record; `resume` ->
-`generations` (which one) -> `reader`.
+Every method is called by all ranks together. `step` -> `schedule` (whether) -> `job_state` (what)
+-> `saves` -> `writer` -> the commit record; `resume` -> `generations` (which one) -> `reader`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import pickle
 import signal
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-import torch
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
-from torch.distributed.checkpoint.stateful import Stateful
 
-from trainmount.checkpoint import randomness
 from trainmount.checkpoint.generations import SkippedGeneration, inspect_generations
+from trainmount.checkpoint.job_state import JobState
 from trainmount.checkpoint.layout import CommitRecord
 from trainmount.checkpoint.reader import UCVolumeReader
+from trainmount.checkpoint.saves import Save, SaveMetrics, expect_one_process, told
+from trainmount.checkpoint.schedule import Kept, Schedule
 from trainmount.checkpoint.stores import open_store
 from trainmount.checkpoint.writer import UCVolumeWriter
 from trainmount.data.loader import DataLoader
 from trainmount.distributed import (
-    any_rank,
+    Group,
     from_first_rank,
     gather,
     grid_of_process,
     is_distributed,
+    largest,
+    new_group,
 )
-from trainmount.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, RanksDisagree
+from trainmount.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
 
 __all__ = ["EXIT_CODE_ON_SIGTERM", "Checkpointer", "Resumed"]
 
@@ -73,9 +63,6 @@ failed or finished.
 """
 
 _STEP: Final = "step"
-_LOADER: Final = "loader"
-_OBJECT: Final = "object."
-_RANDOMNESS: Final = "randomness."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +82,9 @@ class Resumed:
 
 
 class Checkpointer:
-    """Saves every N steps and at SIGTERM, keeps the newest few, resumes from the newest whole."""
+    """Saves every N steps or minutes and at SIGTERM, keeps the newest few and every k-th, resumes
+    from the newest whole.
+    """
 
     def __init__(
         self,
@@ -104,9 +93,13 @@ class Checkpointer:
         state: Mapping[str, Any],
         loader: DataLoader | None = None,
         every_steps: int | None = None,
+        every_minutes: float | None = None,
         keep_last: int = 2,
+        keep_every: int | None = None,
+        asynchronous: bool = False,
         on_sigterm: bool = True,
         before_commit: Callable[[int], None] | None = None,
+        on_save: Callable[[SaveMetrics], None] | None = None,
         thread_count: int = 1,
     ) -> None:
         """Nothing is read or written yet; with `on_sigterm` the process's handler is set.
@@ -116,51 +109,51 @@ class Checkpointer:
             mounted.
             state: what is saved, by name: models, optimizers of these models, and anything with
                 `state_dict` and `load_state_dict` that is the same on all ranks (a learning rate
-                schedule, a step counter). Models are saved by their parameters' names, without the
-                prefixes of DDP or FSDP, so that another number of ranks, or one process without
+                schedule, a gradient scaler). Models are saved by their parameters' names, without
+                the prefixes of DDP or FSDP, so that another number of ranks, or one process without
                 DDP, can resume. Where replicas differ (batch norm's statistics), rank 0's count.
             loader: a `trainmount.data.DataLoader`, whose position is saved too.
-            every_steps: `step` saves at the multiples of it; None saves only at SIGTERM and when
-            `save` is called.
-            keep_last: how many checkpoints stay, at least 1.
+            every_steps: `step` saves at the multiples of it.
+            every_minutes: `step` saves when so much time has passed since the save before began,
+                by the first rank's clock. With both, whichever comes first; with neither, only at
+                SIGTERM and when `save` is called.
+            keep_last: how many whole checkpoints stay, at least 1.
+            keep_every: besides, every k-th checkpoint stays for good. Those saved because of
+                SIGTERM are not counted, so with `every_steps` these are the multiples of
+                `keep_every * every_steps`. None keeps no more than `keep_last`.
+            asynchronous: copy the values and write them in the background, while training goes on.
+                Takes as much memory as the rank's share of the state. At most one save is on its
+                way: another one waits for it. An error is raised by the next call of `step`,
+                `save`, `wait` or `close`.
             on_sigterm: at SIGTERM to any rank, the next `step` saves on all ranks and exits with
-                EXIT_CODE_ON_SIGTERM. It costs one all-reduce of four bytes a step.
+                EXIT_CODE_ON_SIGTERM. It costs one all-reduce of sixteen bytes a step, as
+                `every_minutes` and a save on its way do.
             before_commit: called on each rank with the step, when its part is written and before
-                the checkpoint counts: the place to write files that belong to it. What it raises
-                fails the save on all ranks. A save can still fail on another rank afterwards, and a
-                crash repeats steps: after `resume`, files of later steps than the resumed one
-                belong to no checkpoint and should be removed.
+                the checkpoint counts (with `asynchronous`, before anything is written): the place
+                to write files that belong to it. What it raises fails the save on all ranks. A save
+                can still fail on another rank afterwards, and a crash repeats steps: after
+                `resume`, files of later steps than the resumed one belong to no checkpoint and
+                should be removed.
+            on_save: called on each rank with what a save cost, once it is committed.
             thread_count: files that each rank writes at a time.
         """
-        if every_steps is not None and every_steps < 1:
-            raise ValueError(f"every_steps must be at least 1, got {every_steps}")
+        self._schedule = Schedule(every_steps, every_minutes)
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}")
-        if loader is not None and not isinstance(loader, DataLoader):
-            raise TypeError(
-                f"loader must be a trainmount.data.DataLoader, got {type(loader).__name__}"
-            )
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every must be at least 1, got {keep_every}")
         self._path = os.fspath(path)
-        self._models = {name: one for name, one in state.items() if isinstance(one, nn.Module)}
-        self._optimizers = {
-            name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)
-        }
-        self._objects: dict[str, Stateful] = {}
-        for name, one in state.items():
-            if name in self._models or name in self._optimizers:
-                continue
-            if not isinstance(one, Stateful):
-                raise TypeError(
-                    f"state[{name!r}] must have state_dict and load_state_dict, "
-                    f"got {type(one).__name__}"
-                )
-            self._objects[name] = one
-        self._model_of = {name: self._owner(name, one) for name, one in self._optimizers.items()}
-        self._loader = loader
-        self._every_steps = every_steps
+        self._state = JobState(state, loader)
         self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._kept: Kept | None = None
         self._thread_count = thread_count
+        self._asynchronous = asynchronous
         self._before_commit = before_commit
+        self._on_save = on_save
+        self._last_save: SaveMetrics | None = None
+        self._in_flight: _InFlight | None = None
+        self._groups: tuple[Group, Group] | None = None
         self._on_sigterm = on_sigterm
         self._is_terminated = False
         self._previous_handler: Any = None
@@ -176,70 +169,99 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The others may be anywhere: nothing is asked of them, and the first error is the one told.
+        if self._in_flight is not None:
+            try:
+                self._in_flight.save.result(self._path)
+            except CheckpointError as failure:
+                _log.warning("checkpoint not saved", extra={"reason": str(failure)})
+            self._in_flight = None
         self.close()
 
+    @property
+    def last_save(self) -> SaveMetrics | None:
+        """What the newest committed save of this object cost; None before the first."""
+        return self._last_save
+
     def close(self) -> None:
-        """Give the SIGTERM handler back. May be called again."""
+        """Wait for a save on its way, and give the SIGTERM handler back. May be called again.
+
+        Raises:
+            CheckpointError: that save failed.
+        """
         if self._on_sigterm:
             signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
             self._on_sigterm = False
+        self._state.close()
+        self.wait()
 
     def step(self, global_step: int) -> bool:
         """Call after each step, on all ranks: saves when one is due, and tells whether it did.
 
         Raises:
             SystemExit: with EXIT_CODE_ON_SIGTERM, after a save, if any rank got SIGTERM.
-            CheckpointError: the save failed; the checkpoints before it stand.
+            CheckpointError: this save failed, or the one on its way; the checkpoints before stand.
         """
-        is_terminated = self._on_sigterm and any_rank(self._is_terminated)
-        is_due = self._every_steps is not None and global_step % self._every_steps == 0
-        if is_due or is_terminated:
-            self.save(global_step)
+        self._state.settle()
+        is_terminated, is_due, is_running = self._agree()
+        is_due = is_due or self._schedule.is_step_due(global_step)
         if is_terminated:
-            _log.warning("SIGTERM: checkpoint saved, exiting", extra={"step": global_step})
-            raise SystemExit(EXIT_CODE_ON_SIGTERM)
+            self._save_at_the_end(global_step)
+        if not is_running:
+            self.wait()
+        if is_due:
+            self.save(global_step)
         return is_due
 
-    def save(self, global_step: int) -> str:
-        """Save now, on all ranks; returns the name of the generation once it is committed.
+    def save(self, global_step: int) -> str | None:
+        """Save now, on all ranks. Returns the name of the generation once it is committed; with
+        `asynchronous` None, once the values are copied.
 
         Raises:
             RanksDisagree: ranks are at different steps or positions.
+            CheckpointError: any thread of any rank failed; nothing was committed. Or the save on
+                its way failed; this one was not begun.
+        """
+        began = time.monotonic()
+        self.wait()
+        self._begin(global_step, began, is_asynchronous=self._asynchronous, is_counted=True)
+        if self._asynchronous:
+            return None
+        metrics = self.wait()
+        assert metrics is not None
+        return metrics.generation
+
+    def wait(self) -> SaveMetrics | None:
+        """Wait for the save on its way, on all ranks, and tell what it cost; None if there is none.
+
+        Raises:
             CheckpointError: any thread of any rank failed; nothing was committed.
         """
-        loader_state = self._agreed_loader_state(global_step)
-        writer = UCVolumeWriter(
-            self._path,
-            thread_count=self._thread_count,
-            keep_last=self._keep_last,
-            extra={_STEP: global_step},
-            before_commit=partial(self._before_commit, global_step)
-            if self._before_commit
-            else None,
+        if self._in_flight is None:
+            return None
+        flight, self._in_flight = self._in_flight, None
+        answers = gather(partial(flight.save.result, self._path), self._control())
+        generation, num_bytes, seconds = answers[0]
+        self._kept = Kept.from_record(generation, flight.extra, self._keep_every)
+        self._last_save = SaveMetrics(
+            step=flight.save.step,
+            generation=generation,
+            num_bytes=num_bytes,
+            seconds=seconds,
+            blocked_seconds=flight.blocked_seconds,
+            number=1 + (self._last_save.number if self._last_save else 0),
         )
-        rank, _ = grid_of_process()
-        content = self._described()
-        for name, one in self._objects.items():
-            content[_OBJECT + name] = pickle.dumps(one.state_dict())
-        if loader_state is not None:
-            content[_LOADER] = loader_state
-        content[f"{_RANDOMNESS}{rank}"] = randomness.capture()
-        try:
-            with _quiet_alone():
-                save_distributed(
-                    content,
-                    storage_writer=writer,
-                    planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                    no_dist=not is_distributed(),
-                )
-        except CheckpointException as error:
-            raise CheckpointError(
-                f"{self._path}: save at step {global_step} failed: {_told(error)}"
-            ) from error
-        generation = from_first_rank(lambda: writer.generation)
-        if rank == 0:
-            _log.info("checkpoint committed", extra={"step": global_step, "generation": generation})
-        return generation
+        if grid_of_process()[0] == 0:
+            _log.info(
+                "checkpoint committed",
+                extra={"step": flight.save.step, "generation": generation, "seconds": seconds},
+            )
+        if self._on_save is not None:
+            self._on_save(self._last_save)
+        return self._last_save
 
     def resume(self) -> Resumed | None:
         """Restore everything from the newest whole checkpoint, on all ranks; None if none was ever
@@ -253,10 +275,11 @@ class Checkpointer:
             ManifestChanged, StateMismatch: the loader's data or settings are not those of the
             checkpoint.
         """
+        self.wait()
         # Looked at on the first rank, one after the other, until one is whole.
         found = inspect_generations(open_store(self._path))
         skipped: list[SkippedGeneration] = []
-        while (one := from_first_rank(lambda: next(found, None))) is not None:
+        while (one := from_first_rank(lambda: next(found, None), self._control())) is not None:
             if isinstance(one, SkippedGeneration):
                 skipped.append(one)
                 continue
@@ -266,6 +289,8 @@ class Checkpointer:
                 skipped.append(SkippedGeneration(one.generation, str(error), is_committed=True))
                 continue
             self._report(skipped)
+            self._kept = Kept.from_record(one.generation, one.extra, self._keep_every)
+            self._schedule.start_over()
             return Resumed(
                 step=int(one.extra[_STEP]),
                 generation=one.generation,
@@ -280,80 +305,121 @@ class Checkpointer:
 
     # Private
 
-    def _owner(self, name: str, optimizer: torch.optim.Optimizer) -> nn.Module:
-        """The model whose parameters the optimizer steps."""
-        stepped = {
-            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-        }
-        for model in self._models.values():
-            if stepped <= {id(parameter) for parameter in model.parameters()}:
-                return model
-        raise ValueError(f"state[{name!r}] has parameters of no model in state: add the model")
-
-    def _described(self) -> dict[str, Any]:
-        """Models and optimizers by parameters' names, in the memory they live in: what DCP saves,
-        and loads into.
+    def _agree(self) -> tuple[bool, bool, bool]:
+        """Of all ranks: whether any got SIGTERM, whether it is time for a save by the first rank's
+        clock, and whether the save on its way is still running on any.
         """
-        content: dict[str, Any] = {
-            name: get_model_state_dict(model) for name, model in self._models.items()
+        if not (self._on_sigterm or self._schedule.needs_clock or self._in_flight):
+            return False, False, False
+        mine = (
+            self._is_terminated,
+            grid_of_process()[0] == 0 and self._schedule.is_time_due(),
+            self._in_flight is not None and self._in_flight.save.is_running,
+        )
+        is_terminated, is_due, is_running = largest([int(one) for one in mine], self._control())
+        return bool(is_terminated), bool(is_due), bool(is_running)
+
+    def _save_at_the_end(self, global_step: int) -> None:
+        """After SIGTERM: make sure that this step is saved, and exit."""
+        try:
+            saved = self.wait()
+        except CheckpointError as error:
+            # There may still be time for another one.
+            _log.warning("checkpoint not saved", extra={"reason": str(error)})
+            saved = None
+        if saved is None or saved.step != global_step:
+            self._begin(global_step, time.monotonic(), is_asynchronous=False, is_counted=False)
+            self.wait()
+        _log.warning("SIGTERM: checkpoint saved, exiting", extra={"step": global_step})
+        raise SystemExit(EXIT_CODE_ON_SIGTERM)
+
+    def _begin(
+        self, global_step: int, began: float, *, is_asynchronous: bool, is_counted: bool
+    ) -> None:
+        self._schedule.start_over()
+        control, saving = self._control(), self._saving()
+        kept = self._known_kept()
+        content = self._state.capture(self._path, global_step, control)
+        extra = {
+            _STEP: global_step,
+            **kept.next(is_counted=is_counted),
+            **self._state.extra(),
         }
-        for name, optimizer in self._optimizers.items():
-            content[name] = get_optimizer_state_dict(self._model_of[name], optimizer)
-        return content
+        before_commit = partial(self._before_commit, global_step) if self._before_commit else None
+        if before_commit is not None and is_asynchronous:
+            # In the background it would find the program at another step.
+            self._call_on_all_ranks(before_commit, global_step)
+        writer = UCVolumeWriter(
+            self._path,
+            thread_count=self._thread_count,
+            keep_last=self._keep_last,
+            keep=kept.names,
+            extra=extra,
+            before_commit=None if is_asynchronous else before_commit,
+        )
+        save = Save(global_step, content, writer, saving, is_asynchronous=is_asynchronous)
+        self._in_flight = _InFlight(save, extra, time.monotonic() - began)
 
-    def _agreed_loader_state(self, global_step: int) -> bytes | None:
-        """Rank 0's loader state, when all ranks are at the same place."""
-        loader = self._loader
+    def _call_on_all_ranks(self, before_commit: Callable[[], None], global_step: int) -> None:
+        rank, _ = grid_of_process()
 
-        def place() -> tuple[int, int, int]:
-            if loader is None:
-                return global_step, 0, 0
-            return global_step, loader.position.epoch, loader.position.delivered
+        def call() -> None:
+            try:
+                before_commit()
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self._path}: save at step {global_step} failed: "
+                    f"rank {rank}: {type(error).__name__}: {error}"
+                ) from error
 
-        places = gather(place)
-        for rank, other in enumerate(places):
-            if other != places[0]:
-                raise RanksDisagree(
-                    f"{self._path}: rank 0 saves at step {places[0][0]}, epoch {places[0][1]}, "
-                    f"sample {places[0][2]}; rank {rank} at step {other[0]}, epoch {other[1]}, "
-                    f"sample {other[2]}. Save on all ranks after the same step (a last batch with "
-                    "fewer samples than ranks needs drop_last=True)"
-                )
-        return json.dumps(loader.state_dict()).encode() if loader is not None else None
+        gather(call, self._control())
+
+    def _known_kept(self) -> Kept:
+        """What the newest checkpoint says of those that stay, also when `resume` was not called."""
+        if self._kept is None:
+
+            def find() -> Kept:
+                for one in inspect_generations(open_store(self._path)):
+                    if isinstance(one, CommitRecord):
+                        return Kept.from_record(one.generation, one.extra, self._keep_every)
+                return Kept()
+
+            self._kept = from_first_rank(find, self._control())
+        return self._kept
 
     def _load(self, record: CommitRecord) -> None:
-        rank, _ = grid_of_process()
-        randomness_of = rank if rank < record.world_size else 0
-        content = self._described()
-        for name in self._objects:
-            content[_OBJECT + name] = b""
-        if self._loader is not None:
-            content[_LOADER] = b""
-        content[f"{_RANDOMNESS}{randomness_of}"] = b""
+        content = self._state.template(record)
         reader = UCVolumeReader(self._path, generation=record.generation)
+        expect_one_process()
         try:
-            with _quiet_alone():
-                load_distributed(content, storage_reader=reader, no_dist=not is_distributed())
+            load_distributed(
+                content,
+                storage_reader=reader,
+                process_group=self._control(),
+                no_dist=not is_distributed(),
+            )
         except CheckpointException as error:
             for failure, _ in error.failures.values():
                 if isinstance(failure, DamagedCheckpoint):
                     raise failure from error
             raise CheckpointError(
-                f"{self._path}/{record.generation} cannot be loaded: {_told(error)}"
+                f"{self._path}/{record.generation} cannot be loaded: {told(error)}"
             ) from error
-        if self._loader is not None:
-            self._loader.load_state_dict(json.loads(content[_LOADER]))
-        for name, model in self._models.items():
-            set_model_state_dict(model, content[name])
-        for name, optimizer in self._optimizers.items():
-            set_optimizer_state_dict(self._model_of[name], optimizer, content[name])
-        for name, one in self._objects.items():
-            one.load_state_dict(pickle.loads(content[_OBJECT + name]))  # noqa: S301 - a checkpoint of the job itself
-        captured = content[f"{_RANDOMNESS}{randomness_of}"]
-        if randomness_of == rank:
-            randomness.restore(captured)
-        else:
-            randomness.restore_derived(captured, rank)
+        self._state.restore(content, record, self._control())
+
+    def _control(self) -> Group:
+        """For what the ranks agree on in the training thread."""
+        return self._own_groups()[0]
+
+    def _saving(self) -> Group:
+        """For a save, which may be in the background while the training thread agrees on more."""
+        return self._own_groups()[1]
+
+    def _own_groups(self) -> tuple[Group, Group]:
+        # Not in the constructor: the process group may be initialised after it.
+        if self._groups is None:
+            self._groups = new_group(), new_group()
+        return self._groups
 
     def _report(self, skipped: list[SkippedGeneration]) -> None:
         if grid_of_process()[0] == 0:
@@ -367,19 +433,11 @@ class Checkpointer:
         self._is_terminated = True
 
 
-def _told(error: CheckpointException) -> str:
-    """The first failed rank and its error, in one line."""
-    rank = min(error.failures)
-    failure, _ = error.failures[rank]
-    return f"rank {rank}: {type(failure).__name__}: {failure}"
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    save: Save
 
+    extra: dict[str, Any]
+    """What its commit record will hold."""
 
-@contextlib.contextmanager
-def _quiet_alone() -> Iterator[None]:
-    """Without DCP's warning that there is one process only, which is fine."""
-    if is_distributed():
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        yield
+    blocked_seconds: float

@@ -120,6 +120,13 @@ class DataLoader(TorchDataLoader[Any]):
     # What is where
 
     @property
+    def has_position(self) -> bool:
+        """True over a UCVolumeDataset: one state for the whole job, the same on all ranks. False
+        over anything else: each rank's own.
+        """
+        return self._files is not None
+
+    @property
     def plan(self) -> Plan:
         """How an epoch is cut into global batches on the present grid."""
         files = self._require_files()
