@@ -1,13 +1,16 @@
-"""This process's place in the job, and the job's parameters. Called by training programs; needs no
-torch.
+"""This process's place in the job, the job's parameters, and a sign of life. Called by training
+programs; needs no torch.
 
 `torchrun` sets the ranks; the operator (or `trainmount run --local`) sets the node, the attempt and
-the path of the parameters.
+the path of the parameters; whoever watches the job sets the path of the heartbeat.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +18,18 @@ from typing import Any, Final
 
 from trainmount.errors import LaunchError
 
-__all__ = ["World", "parameters", "world"]
+__all__ = ["World", "heartbeat", "parameters", "world"]
+
+_log = logging.getLogger(__name__)
 
 PARAMETERS_VARIABLE: Final = "HYPERPARAMETERS_PATH"
+HEARTBEAT_VARIABLE: Final = "TRAINMOUNT_HEARTBEAT_PATH"
+
+# A file a second costs nothing beside a step, and who looks for a hang waits for minutes.
+_SECONDS_BETWEEN_BEATS: Final = 1.0
+
+_next_beat = 0.0
+"""By `time.monotonic`. Only `heartbeat` writes it; two threads at once write two whole files."""
 
 _TORCHRUN_HINT: Final = (
     "start the program with torchrun, for example: "
@@ -70,6 +82,11 @@ def world(environment: Mapping[str, str] = os.environ) -> World:
     world_size = _number(environment, "WORLD_SIZE")
     local_rank = _number(environment, "LOCAL_RANK")
     local_world_size = _number(environment, "LOCAL_WORLD_SIZE")
+    if local_world_size > world_size:
+        raise LaunchError(
+            f"LOCAL_WORLD_SIZE is {local_world_size}, "
+            f"but must not be greater than WORLD_SIZE, which is {world_size}"
+        )
     if rank >= world_size:
         raise LaunchError(
             f"RANK is {rank}, but must be less than WORLD_SIZE, which is {world_size}"
@@ -85,6 +102,11 @@ def world(environment: Mapping[str, str] = os.environ) -> World:
     num_nodes = _first_number(
         environment, ("GROUP_WORLD_SIZE", "NUM_NODES"), max(1, world_size // local_world_size)
     )
+    if node_rank >= num_nodes:
+        raise LaunchError(
+            f"the rank of the node (GROUP_RANK or NODE_RANK) is {node_rank}, but must be less than "
+            f"the number of nodes (GROUP_WORLD_SIZE or NUM_NODES), which is {num_nodes}"
+        )
     return World(
         rank=rank,
         local_rank=local_rank,
@@ -129,6 +151,42 @@ def parameters(defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
             f"{PARAMETERS_VARIABLE}: {path} must hold a mapping, not {type(loaded).__name__}"
         )
     return {**(defaults or {}), **loaded}
+
+
+def heartbeat(step: int) -> bool:
+    """Leave a sign of life, as `Checkpointer.step` does: a JSON file that says when which step was
+    done.
+
+    The file is at TRAINMOUNT_HEARTBEAT_PATH, with `.1`, `.2` and so on behind it for the other
+    processes of the node. It is whole at any time, and holds `time` (seconds since 1970), `step`,
+    `rank` and `attempt`. Cheap enough for each step: at most one a second is written. Nothing
+    happens where the variable is not set. What goes wrong is logged, and ends no training.
+
+    Returns whether it was written.
+    """
+    global _next_beat
+    path = os.environ.get(HEARTBEAT_VARIABLE, "")
+    now = time.monotonic()
+    if not path or now < _next_beat:
+        return False
+    _next_beat = now + _SECONDS_BETWEEN_BEATS
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if local_rank != "0":
+        path = f"{path}.{local_rank}"
+    unfinished = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        beat = {
+            "time": time.time(),
+            "step": step,
+            "rank": _first_number(os.environ, ("RANK",), 0),
+            "attempt": _first_number(os.environ, ("TRAINMOUNT_ATTEMPT",), 0),
+        }
+        unfinished.write_text(json.dumps(beat) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except (OSError, LaunchError) as error:
+        _log.warning("heartbeat not written", extra={"path": path, "reason": str(error)})
+        return False
+    return True
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

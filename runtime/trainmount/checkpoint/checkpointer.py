@@ -51,6 +51,7 @@ from trainmount.distributed import (
     new_group,
 )
 from trainmount.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
+from trainmount.run import heartbeat
 
 __all__ = ["EXIT_CODE_ON_SIGTERM", "Checkpointer", "Resumed"]
 
@@ -201,10 +202,13 @@ class Checkpointer:
     def step(self, global_step: int) -> bool:
         """Call after each step, on all ranks: saves when one is due, and tells whether it did.
 
+        Leaves a sign of life too (`trainmount.run.heartbeat`).
+
         Raises:
             SystemExit: with EXIT_CODE_ON_SIGTERM, after a save, if any rank got SIGTERM.
             CheckpointError: this save failed, or the one on its way; the checkpoints before stand.
         """
+        heartbeat(global_step)
         self._state.settle()
         is_terminated, is_due, is_running = self._agree()
         is_due = is_due or self._schedule.is_step_due(global_step)
