@@ -172,6 +172,9 @@ def test_a_stream_resumes_where_it_was_and_after_its_end_begins_anew(
     other.load_state_dict(state)
     assert names(delivered + list(other)) == expected
     assert names(list(other)) == expected
+    abandoned = iter(other)
+    assert names([next(abandoned), next(abandoned)]) == expected[:2]
+    assert names(list(other)) == expected, "an iteration that is left early begins anew"
     with pytest.raises(StateMismatch, match="rank 1, worker 0, but this is rank 0, worker 0"):
         other.load_state_dict({**state, "rank": 1})
     with pytest.raises(ValueError, match="version"):
@@ -247,8 +250,8 @@ def test_a_state_of_another_directory_version_or_order_is_refused(
     state = loader_over(tmp_path / "one").state_dict()
     with pytest.raises(ManifestChanged, match="20 files then, 14 now"):
         loader_over(tmp_path / "other").load_state_dict(state)
-    with pytest.raises(StateMismatch, match="version 2, got 1"):
-        loader_over(tmp_path / "one").load_state_dict({**state, "version": 1})
+    with pytest.raises(StateMismatch, match="version 2, or 1, got 3"):
+        loader_over(tmp_path / "one").load_state_dict({**state, "version": 3})
     with pytest.raises(StateMismatch, match="taken with seed=0, the dataset has seed=5"):
         loader_over(tmp_path / "one", seed=5).load_state_dict(state)
     with pytest.raises(StateMismatch, match="delivered must be from 0 to 20, got 21"):
@@ -329,8 +332,10 @@ def test_other_datasets_load_as_in_torch_but_have_no_position() -> None:
     loader = DataLoader([1, 2, 3], 2, num_workers=0)  # type: ignore[arg-type]
     assert [batch.tolist() for batch in loader] == [[1, 2], [3]]
     assert len(loader) == 2
-    with pytest.raises(TypeError, match="only over a UCVolumeDataset, not over list"):
-        loader.state_dict()
+    assert not loader.has_position
+    for call in (loader.state_dict, lambda: loader.load_state_dict({}), lambda: loader.position):
+        with pytest.raises(TypeError, match=r"progress of a UCVolumeDataset, .* not of list"):
+            call()
 
 
 def test_defaults_are_those_of_a_node_of_loaders(tmp_path: Path, make_files: MakeFiles) -> None:

@@ -94,7 +94,7 @@ class UCVolumeDataset(IterableDataset[Any]):
         self.cache = FileCache(cache_size_bytes, Path(cache_dir) if cache_dir else None)
         self._source: Source = open_source(self.path, self.cache)
         self._num_skipped = 0
-        self._stream_delivered = 0
+        self._stream_delivered = self._resume_at = 0
         self._grid = Grid(0, 1)
         self._is_agreed = False
         self.manifest = self._list_agreed()
@@ -163,7 +163,9 @@ class UCVolumeDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         places = self._stream_places()
         order = self.order(self.epoch)
-        start = self._stream_delivered if self._stream_delivered < len(places) else 0
+        # What was loaded counts once: an iteration that is left early begins anew.
+        start, self._resume_at = self._resume_at, 0
+        start = start if start < len(places) else 0
         self._stream_delivered = start
         used: list[Entry] = []
         for place in places[start:]:
@@ -213,7 +215,7 @@ class UCVolumeDataset(IterableDataset[Any]):
                 f"but this is rank {stream[0]}, worker {stream[1]}; "
                 "use trainmount.data.DataLoader to continue on another grid"
             )
-        self._stream_delivered = delivered
+        self._stream_delivered = self._resume_at = delivered
         self.epoch = int(state_dict.get("epoch", self.epoch))
 
     # Private

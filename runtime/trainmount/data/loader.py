@@ -1,47 +1,51 @@
 """torch's DataLoader with one position for the whole job. Called by training programs.
 
 For a `UCVolumeDataset` the loader itself decides which files make up a batch (`position`), in the
-process that consumes the batches; loader workers get file numbers and keep no state. So the
-position counts what was *consumed*, not what was prefetched, is the same on all ranks after the
+process that consumes the batches; loader workers get file numbers and keep no state (`drawing`). So
+the position counts what was *consumed*, not what was prefetched, is the same on all ranks after the
 same step, and can be continued with any number of ranks and workers.
+
+Any other iterable dataset with `state_dict` and `load_state_dict` shares itself out among ranks and
+workers, and the loader keeps the state of each worker's replica (`iterables`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import multiprocessing
-import os
-import select
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, Sampler, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils.collate import default_convert
 
+from trainmount.data.checkpointable import Checkpointable
 from trainmount.data.dataset import UCVolumeDataset
+from trainmount.data.drawing import Collating, Fetching, RankSampler, held
+from trainmount.data.iterables import Replicas, Seeding, Stamping
 from trainmount.data.manifest import Entry
 from trainmount.data.position import Plan, Position
+from trainmount.data.progress import BARS, require_rich
 from trainmount.data.shuffle import Order
-from trainmount.distributed import announced_world_size, is_distributed
+from trainmount.data.state import JOB_STATE_VERSION, Place, Skipped, job_state, place_of
+from trainmount.data.stream_states import place_of_streams, stream_state
+from trainmount.data.streams import STREAM_STATE_VERSION, Rest
+from trainmount.data.timings import Timings
+from trainmount.data.workers import OwnGroup
+from trainmount.distributed import announced_world_size, grid_of_process, is_distributed
 from trainmount.errors import StateMismatch
 
 __all__ = ["DataLoader"]
 
 _log = logging.getLogger(__name__)
 
-_STATE_VERSION: Final = 2
 # Enough requests in flight to hide a store's latency: 48 on a node with 8 ranks, or in a lone
 # process.
 _WORKERS_PER_RANK: Final = 6
 _WORKERS_ALONE: Final = 48
-# How many names of skipped files the state keeps.
-_MAX_SKIPPED_NAMES: Final = 100
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -60,21 +64,31 @@ class DataLoader(TorchDataLoader[Any]):
     epoch may be short: it is shared as evenly as possible, and every rank still takes `num_batches`
     steps if it has at least one sample a rank. With fewer, the last ranks end one step early
     (`len(loader)` is theirs): use `drop_last=True`, or `torch.distributed.algorithms.join.Join`.
+
+    Over another iterable dataset with `state_dict` and `load_state_dict`, the state is this rank's,
+    has that of each worker's replica, and continues on the same number of ranks and workers.
+
+    How long batches take is logged to the active MLflow run, if there is one: see `timings`.
     """
 
     def __init__(
         self,
         dataset: Dataset[Any],
         batch_size: int | None = 1,
-        *,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
         num_workers: int = -1,
+        *,
         prefetch_factor: int | None = 4,
         collate_fn: Callable[[Any], Any] | None = None,
         drop_last: bool = False,
         generator: torch.Generator | None = None,
+        progress: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Options are torch's.
+        """Options are torch's, and `progress`: rank 0 shows how far the epoch is, as a bar on a
+        terminal, and in its log elsewhere.
 
         Raises:
             ValueError: `shuffle`, `sampler` or `batch_sampler` with a `UCVolumeDataset`, which has
@@ -84,27 +98,40 @@ class DataLoader(TorchDataLoader[Any]):
         self._has_default_workers = num_workers < 0
         if num_workers < 0:
             num_workers = _WORKERS_PER_RANK if is_distributed() else _WORKERS_ALONE
+        if progress:
+            require_rich()
+        self._shows_progress = progress
+        self._timings = Timings(lambda: grid_of_process()[0])
         self._files: UCVolumeDataset | None = None
-        self._position = self._start = Position()
+        self._replicas: Replicas | None = None
+        self._place = Place()
+        self._start = Position()
+        self._order: Order | Rest | None = None
         self._is_resumed = False
         self._run = 0
-        self._skipped: list[str] = []
-        self._num_skipped = 0
+        self._skipped = Skipped()
         options: dict[str, Any] = {
             **kwargs,
+            "shuffle": shuffle,
+            "sampler": sampler,
+            "batch_sampler": batch_sampler,
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor if num_workers else None,
             "persistent_workers": num_workers > 0,
             "drop_last": drop_last,
             "collate_fn": collate_fn,
             "generator": generator,
-            "worker_init_fn": _OwnGroup(kwargs.get("worker_init_fn")),
+            "worker_init_fn": OwnGroup(kwargs.get("worker_init_fn")),
         }
-        if isinstance(dataset, UCVolumeDataset):
+        if _is_read_by_position(dataset):
             self._files = dataset
             dataset.agree()
             options = self._options_for_files(dataset, batch_size, options)
-            dataset = _Fetching(dataset)
+            dataset = Fetching(dataset)
+        elif isinstance(dataset, IterableDataset) and isinstance(dataset, Checkpointable):
+            self._replicas = Replicas(dataset, num_workers, batch_size, drop_last=drop_last)
+            options = self._options_for_replicas(self._replicas, batch_size, options)
+            dataset = self._replicas.replica
         super().__init__(dataset, batch_size, **options)
         if self._files is not None and self.plan.num_batches() == 0:
             raise ValueError(
@@ -121,8 +148,9 @@ class DataLoader(TorchDataLoader[Any]):
 
     @property
     def has_position(self) -> bool:
-        """True over a UCVolumeDataset: one state for the whole job, the same on all ranks. False
-        over anything else: each rank's own.
+        """True over a UCVolumeDataset: `state_dict` is one for the whole job, the same on all
+        ranks, and resumes on any number of ranks. False over another Checkpointable: each rank's
+        own.
         """
         return self._files is not None
 
@@ -137,12 +165,12 @@ class DataLoader(TorchDataLoader[Any]):
     def position(self) -> Position:
         """What the job has consumed; the same on all ranks after the same step."""
         self._require_files()
-        return self._position
+        return self._place.position
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to."""
-        return self.position.epoch
+        return self._replicas.epoch if self._replicas is not None else self.position.epoch
 
     @property
     def num_batches(self) -> int:
@@ -152,17 +180,17 @@ class DataLoader(TorchDataLoader[Any]):
     @property
     def num_batches_left(self) -> int:
         """Steps from the position to the end of its epoch."""
-        return self.plan.num_batches(self._position.delivered)
+        return self.plan.num_batches(self.position.delivered)
 
     @property
     def num_skipped(self) -> int:
         """Files that were missing or damaged and left out on this rank, with `on_error="skip"`."""
-        return self._num_skipped
+        return self._skipped.count
 
     @property
     def skipped(self) -> tuple[str, ...]:
         """The first of their names."""
-        return tuple(self._skipped)
+        return self._skipped.names
 
     def __len__(self) -> int:
         """Batches that this rank gets in a whole epoch."""
@@ -177,113 +205,87 @@ class DataLoader(TorchDataLoader[Any]):
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, got {epoch}")
         if epoch != self.position.epoch:
-            self._position = Position(epoch, 0)
+            self._move_to(Position(epoch, 0))
             self._is_resumed = False
 
     # Checkpointing
 
-    def state_dict(self) -> dict[str, Any]:
-        """The job's position after the batches that were yielded. JSON-able; the same on all ranks.
+    def state_dict(self, *, version: int | None = None) -> dict[str, Any]:
+        """The progress after the batches that were yielded. JSON-able.
+
+        Over a `UCVolumeDataset` it is the job's position, the same on all ranks but for `skipped`,
+        which is this rank's. `version=1` gives what `databricks.air.data` loads: this rank's own,
+        for the present number of ranks and workers, of a dataset without shuffle.
 
         Raises:
-            TypeError: the dataset is not a UCVolumeDataset.
+            TypeError: the dataset is neither a UCVolumeDataset nor another Checkpointable that is
+                iterable.
+            StateMismatch: the progress cannot be said in this version. It is a ValueError.
         """
+        if self._replicas is not None and version in (None, STREAM_STATE_VERSION):
+            return self._replicas.state_dict()
         files = self._require_files()
-        return {
-            "version": _STATE_VERSION,
-            "epoch": self._position.epoch,
-            "delivered": self._position.delivered,
-            "shuffle": files.shuffle,
-            "seed": files.seed,
-            "global_batch_size": self.plan.global_batch_size,
-            "drop_last": bool(self.drop_last),
-            "manifest": files.manifest.summary(),
-        }
+        if version == STREAM_STATE_VERSION:
+            return stream_state(files, self._place, self.num_workers)
+        if version not in (None, JOB_STATE_VERSION):
+            raise StateMismatch(f"version must be 1 or {JOB_STATE_VERSION}, got {version!r}")
+        skipped = self._place.skipped.plus(self._skipped.names, self._skipped.count)
+        return job_state(files, self.plan, replace(self._place, skipped=skipped))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a position, whatever grid it was taken on. Nothing skipped is read again.
 
+        A state of version 1 counts for each worker of a rank: it continues on the grid it was taken
+        on, and each rank passes its own, all together. From then on the state is the job's again.
+
         Raises:
             ManifestChanged: the directory has other files now; the first that differs is named.
             StateMismatch: another version, seed or shuffle, or a position that cannot be. Both are
-            ValueErrors.
-            TypeError: the dataset is not a UCVolumeDataset.
+                ValueErrors.
+            TypeError: the dataset is neither a UCVolumeDataset nor another Checkpointable that is
+                iterable.
         """
+        if self._replicas is not None:
+            self._replicas.load_state_dict(state_dict)
+            self._stop_workers()
+            return
         files = self._require_files()
         version = state_dict.get("version")
-        if version != _STATE_VERSION:
+        if version == STREAM_STATE_VERSION:
+            place = place_of_streams(state_dict, files, self.num_workers, self.epoch)
+        elif version == JOB_STATE_VERSION:
+            place = place_of(state_dict, files, self.plan)
+        else:
             raise StateMismatch(
-                f"state of the loader must have version {_STATE_VERSION}, got {version!r}"
+                f"state of the loader must have version {JOB_STATE_VERSION}, or 1, got {version!r}"
             )
-        files.manifest.check(state_dict.get("manifest", {}), files.path)
-        for name in ("shuffle", "seed"):
-            if state_dict.get(name) != getattr(files, name):
-                raise StateMismatch(
-                    f"the state was taken with {name}={state_dict.get(name)!r}, "
-                    f"the dataset has {name}={getattr(files, name)!r}; give it the state's"
-                )
-        epoch, delivered = state_dict.get("epoch"), state_dict.get("delivered")
-        if not isinstance(epoch, int) or not isinstance(delivered, int) or epoch < 0:
-            raise StateMismatch(
-                f"epoch and delivered must be numbers from 0, got {epoch!r} and {delivered!r}"
-            )
-        if not 0 <= delivered <= len(files):
-            raise StateMismatch(f"delivered must be from 0 to {len(files)}, got {delivered}")
-        saved_batch = state_dict.get("global_batch_size")
-        if delivered and saved_batch != self.plan.global_batch_size:
-            _log.warning(
-                "resumed with another global batch size: the same samples, in other batches",
-                extra={"global_batch_size": self.plan.global_batch_size, "saved": saved_batch},
-            )
-        self._position = self.plan.settle(Position(epoch, delivered))
+        self._place = place
+        self._move_to(self.plan.settle(place.position))
+        self._skipped = Skipped()
         self._is_resumed = True
 
     # Iteration
 
     def __iter__(self) -> Any:
-        if self._files is None:
-            return super().__iter__()
-        if not is_distributed() and self._files.distributed and announced_world_size() > 1:
-            _log.warning(
-                "this process reads all files: init_process_group was not called before",
-                extra={"world_size": announced_world_size()},
-            )
-        self._files.agree()
-        if not self._is_resumed:
-            self._position = Position(self._position.epoch, 0)
-        self._is_resumed = False
         self._run += 1
-        self._start = self._position
-        abandoned = self._files.cache.held()
-        batches = super().__iter__()
-        # By now the workers have finished what an iteration that was left early had asked for.
-        self._files.cache.release(abandoned)
-        return self._consume(batches, self._run, self._start)
-
-    def _consume(self, batches: Iterator[Any], run: int, start: Position) -> Iterator[Any]:
-        files = self._require_files()
-        plan, order = self.plan, files.order(start.epoch)
-        position = start
-        used: list[Entry] = []
-        for share in plan.shares(start.delivered, files.grid()):
-            batch, skipped = next(batches)
-            # The batch before is valid until here: its consumer has come back for the next one.
-            files.cache.release(used)
-            used = [files.manifest[order[place]] for place in share] if files.cache.is_open else []
-            self._note_skipped(skipped)
-            position = plan.after_batch(position)
-            if run == self._run:
-                self._position = position
-            if len(skipped) < len(share):
-                yield batch
-        files.cache.release(used)
-        if run == self._run and self._position.epoch == start.epoch:
-            # The last global batch had no sample for this rank.
-            self._position = Position(start.epoch + 1, 0)
-        # torch ends its own iteration, and with it that of the workers, when it is asked for one
-        # more.
-        for _ in batches:
-            raise AssertionError("torch yielded a batch that is not in the plan")
+        total: int | None = None
+        done = 0
+        if self._files is not None:
+            batches = self._alone(self._consume(*self._begin(self._files)), self._run)
+            total, done = self.num_batches, self.num_batches - self.num_batches_left
+        elif self._replicas is not None:
+            if self._replicas.begin():
+                self._stop_workers()
+            start = super().__iter__
+            batches = self._alone(self._replicas.consume(start(), start), self._run)
+        else:
+            batches = super().__iter__()
+            total = _length(self)
+        batches = self._timings.timed(batches, self._gauges)
+        if self._shows_progress and grid_of_process()[0] == 0:
+            title = "batches" if self._files is None else f"epoch {self.epoch}"
+            batches = BARS.shown(batches, title, total, done)
+        return batches
 
     def next_order(self) -> Iterator[int]:
         """The numbers of this rank's files from the position to the end of the epoch, held in the
@@ -292,10 +294,74 @@ class DataLoader(TorchDataLoader[Any]):
         Called by torch when an iteration begins, and drawn from as far as it prefetches.
         """
         files = self._require_files()
-        shares = self.plan.shares(self._start.delivered, files.grid())
-        return _held(files, files.order(self._start.epoch), shares)
+        assert self._order is not None, "the iteration that asks has set it"
+        return held(files, self._order, self.plan.shares(self._start.delivered, files.grid()))
 
     # Private
+
+    def _begin(self, files: UCVolumeDataset) -> tuple[Iterator[Any], int, Position, Order | Rest]:
+        """Torch's iteration over what is left of the epoch, or over a new one."""
+        if not is_distributed() and files.distributed and announced_world_size() > 1:
+            _log.warning(
+                "this process reads all files: init_process_group was not called before",
+                extra={"world_size": announced_world_size()},
+            )
+        files.agree()
+        if not self._is_resumed:
+            self._place = replace(self._place, streams=None)
+            self._move_to(Position(self.epoch, 0))
+        self._is_resumed = False
+        self._start = self._place.position
+        streams = self._place.streams
+        order = Rest(len(files), streams) if streams else files.order(self._start.epoch)
+        self._order = order
+        abandoned = files.cache.held()
+        batches = super().__iter__()
+        # By now the workers have finished what an iteration that was left early had asked for.
+        files.cache.release(abandoned)
+        return batches, self._run, self._start, order
+
+    def _consume(
+        self, batches: Iterator[Any], run: int, start: Position, order: Order | Rest
+    ) -> Iterator[Any]:
+        files = self._require_files()
+        plan = self.plan
+        position = start
+        used: list[Entry] = []
+        for share in plan.shares(start.delivered, files.grid()):
+            batch, skipped = next(batches)
+            # The batch before is valid until here: its consumer has come back for the next one.
+            files.cache.release(used)
+            used = [files.manifest[order[place]] for place in share] if files.cache.is_open else []
+            self._skipped = self._skipped.plus(skipped)
+            position = plan.after_batch(position)
+            if run == self._run:
+                self._move_to(position)
+            if len(skipped) < len(share):
+                yield batch
+        files.cache.release(used)
+        if run == self._run and self.epoch == start.epoch:
+            # The last global batch had no sample for this rank.
+            self._move_to(Position(start.epoch + 1, 0))
+        # torch ends its own iteration, and with it that of the workers, when it is asked for one
+        # more.
+        for _ in batches:
+            raise AssertionError("torch yielded a batch that is not in the plan")
+
+    def _alone(self, batches: Iterator[Any], run: int) -> Iterator[Any]:
+        """The same batches, as long as no other iteration has begun: it would get some of them."""
+        while self.num_workers == 0 or run == self._run:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+        raise RuntimeError("this iteration over the loader ended when another one began")
+
+    def _move_to(self, position: Position) -> None:
+        is_same_epoch = position.epoch == self._place.position.epoch
+        streams = self._place.streams if is_same_epoch else None
+        self._place = replace(self._place, position=position, streams=streams)
 
     def _options_for_files(
         self, files: UCVolumeDataset, batch_size: int | None, options: dict[str, Any]
@@ -310,10 +376,8 @@ class DataLoader(TorchDataLoader[Any]):
             raise ValueError(
                 "in_order must be true for a UCVolumeDataset: the position counts batches in order"
             )
-        collate_fn = options["collate_fn"]
-        if collate_fn is None:
-            collate_fn = default_convert if batch_size is None else default_collate
-        options["collate_fn"] = _Collating(collate_fn, is_batched=batch_size is not None)
+        collate_fn = _collate_fn(options, batch_size)
+        options["collate_fn"] = Collating(collate_fn, is_batched=batch_size is not None)
         if options["generator"] is None:
             # torch draws a seed for its workers at each iteration. From the global generator, that
             # draw would make the random numbers of a resumed run differ from those of one that
@@ -321,119 +385,57 @@ class DataLoader(TorchDataLoader[Any]):
             digest = hashlib.sha256(f"{files.seed}/{files.grid().rank}".encode()).digest()
             seed = int.from_bytes(digest[:7], "big")
             options["generator"] = torch.Generator().manual_seed(seed)
-        options["sampler"] = _RankSampler(self)
+        options["sampler"] = RankSampler(self)
+        return options
+
+    def _options_for_replicas(
+        self, replicas: Replicas, batch_size: int | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """torch's options under which the replicas' states travel with their batches."""
+        options["collate_fn"] = Stamping(_collate_fn(options, batch_size), replicas.replica)
+        options["worker_init_fn"] = Seeding(options["worker_init_fn"], replicas)
         return options
 
     def _require_files(self) -> UCVolumeDataset:
-        if self._files is None:
+        if self._files is not None:
+            return self._files
+        if self._replicas is not None:
             raise TypeError(
                 "the loader has a position only over a UCVolumeDataset, "
-                f"not over {type(self.dataset).__name__}"
+                f"not over {type(self._replicas.replica.dataset).__name__}"
             )
-        return self._files
+        raise TypeError(
+            "the loader keeps the progress of a UCVolumeDataset, or of an IterableDataset with "
+            f"state_dict and load_state_dict, not of {type(self.dataset).__name__}"
+        )
 
-    def _note_skipped(self, skipped: list[str]) -> None:
-        self._num_skipped += len(skipped)
-        self._skipped.extend(skipped[: _MAX_SKIPPED_NAMES - len(self._skipped)])
+    def _gauges(self) -> dict[str, float]:
+        return {"skipped_files": float(self._skipped.count)} if self._skipped.count else {}
 
-
-class _Fetching(Dataset[Any]):
-    """The dataset as loader workers see it: file numbers in, items out. Other attributes are the
-    dataset's.
-    """
-
-    def __init__(self, files: UCVolumeDataset) -> None:
-        self.files = files
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "files":  # not there yet while a copy is being unpickled
-            raise AttributeError(name)
-        return getattr(self.files, name)
-
-    def __getitem__(self, index: int) -> tuple[list[Any], list[str]]:
-        return self.files.fetch([index])
-
-    def __getitems__(self, indices: list[int]) -> tuple[list[Any], list[str]]:
-        return self.files.fetch(indices)
+    def _stop_workers(self) -> None:
+        """Let the next iteration start its workers anew."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None and self.num_workers:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
-class _RankSampler(Sampler[int]):
-    """Hands torch the loader's order, anew for each iteration."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        # Weak: in a cycle the loader would be freed by the garbage collector, which closes the
-        # queues to the workers before torch can tell them to end; torch then waits five seconds.
-        self._loader = weakref.ref(loader)
-
-    def __iter__(self) -> Iterator[int]:
-        loader = self._loader()
-        assert loader is not None, "the iteration that asks holds the loader"
-        return loader.next_order()
+def _is_read_by_position(dataset: Any) -> TypeGuard[UCVolumeDataset]:
+    """True for a dataset of files, unless its class changes what an iteration yields."""
+    return (
+        isinstance(dataset, UCVolumeDataset) and type(dataset).__iter__ is UCVolumeDataset.__iter__
+    )
 
 
-class _OwnGroup:
-    """Starts a loader worker in a process group of its own, then calls the caller's function.
-
-    torchrun passes SIGTERM on to the whole group of a rank. A worker would die of it at once, and
-    torch would then raise in the rank, which could not save any more. A worker still ends when its
-    rank tells it to, and with its rank, whatever that dies of.
-    """
-
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        self._worker_init_fn = worker_init_fn
-
-    def __call__(self, worker_id: int) -> None:
-        os.setpgid(0, 0)
-        _end_with_rank()
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(worker_id)
-
-
-def _end_with_rank() -> None:
-    """Let this process, a loader worker, end as soon as its rank has.
-
-    torch's own watch sees the death too, unless it comes while the worker starts, but then waits
-    for the batch in hand to be taken, which nobody does: a batch larger than a pipe would keep the
-    worker, and the files that it has open, for ever.
-    """
-    rank = multiprocessing.parent_process()
-    if sys.platform != "linux" or rank is None or rank.pid is None:
-        return
+def _length(loader: DataLoader) -> int | None:
     try:
-        # Not the parent's: that is somebody else by now where the rank died first.
-        descriptor = os.pidfd_open(rank.pid)
-    except ProcessLookupError:
-        os._exit(1)
-    except OSError:
-        # Some sandboxes have no such descriptors; torch's own watch has to do.
-        return
-    ended = select.poll()
-    ended.register(descriptor, select.POLLIN)
-
-    def watch() -> None:
-        ended.poll()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
+        return len(loader)
+    except TypeError:
+        return None
 
 
-class _Collating:
-    """The caller's collate function, with the skipped files carried beside the batch."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
-        self._collate_fn = collate_fn
-        self._is_batched = is_batched
-
-    def __call__(self, fetched: tuple[list[Any], list[str]]) -> tuple[Any, list[str]]:
-        items, skipped = fetched
-        if not items:
-            return None, skipped
-        return self._collate_fn(items if self._is_batched else items[0]), skipped
-
-
-def _held(files: UCVolumeDataset, order: Order, shares: Iterator[range]) -> Iterator[int]:
-    for share in shares:
-        for place in share:
-            index = order[place]
-            files.cache.hold([files.manifest[index]])
-            yield index
+def _collate_fn(options: Mapping[str, Any], batch_size: int | None) -> Callable[[Any], Any]:
+    """The caller's, or torch's own choice."""
+    if options["collate_fn"] is not None:
+        given: Callable[[Any], Any] = options["collate_fn"]
+        return given
+    return default_convert if batch_size is None else default_collate

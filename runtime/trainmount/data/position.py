@@ -2,10 +2,11 @@
 `loader`.
 
 The whole job has one position: an epoch and how many of its samples, in the epoch's order, have
-been delivered. From it the *global batches* follow: the next `global_batch_size` samples, again and
-again. The share of a rank is a contiguous run of each global batch. Since neither the number of
-ranks nor that of loader workers is part of the position, it can be taken on one grid and continued
-on any other; where the global batch size stays the same, so do the global batches.
+been delivered. From it the *global batches* follow: the next `global_batch_size` samples, again
+and again. The ranks take the samples of a global batch in turn, so in an epoch that is not shuffled
+rank r of R reads the files r, r + R, r + 2 R, ... of the listing. Since neither the number of ranks
+nor that of loader workers is part of the position, it can be taken on one grid and continued on any
+other; where the global batch size stays the same, so do the global batches.
 
 The last global batch of an epoch may be short. With `drop_last` it is left out. Without, it is
 shared as evenly as possible, the first ranks getting one sample more, so every rank takes the same
@@ -85,10 +86,8 @@ class Plan:
 
         Empty where the batch has fewer samples than ranks before this one need.
         """
-        size = self.batch_size_at(delivered)
-        each, more = divmod(size, grid.world_size)
-        start = delivered + grid.rank * each + min(grid.rank, more)
-        return range(start, start + each + (1 if grid.rank < more else 0))
+        end = delivered + self.batch_size_at(delivered)
+        return range(delivered + grid.rank, end, grid.world_size)
 
     def shares(self, delivered: int, grid: Grid) -> Iterator[range]:
         """The rank's shares of all global batches from `delivered` to the end of the epoch; empty
