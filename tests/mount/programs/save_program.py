@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 
 def state():
@@ -29,12 +30,18 @@ def main(folder: Path) -> None:
         torch.save(tensors, folder / "model.pt.tmp")
         (folder / "model.pt.tmp").rename(folder / "renamed.pt")
         dcp.save(tensors, checkpoint_id=str(folder / "dcp"))
+        consolidating = HuggingFaceStorageWriter(
+            str(folder / "hugging-face"), save_distributed=True, enable_consolidation=True
+        )
+        dcp.save(tensors, storage_writer=consolidating)
     print("safetensors", digest(load_file(folder / "model.safetensors")))
     print("torch", digest(torch.load(folder / "model.pt")))
     print("mapped", digest(torch.load(folder / "renamed.pt", mmap=True)))
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     dcp.load(loaded, checkpoint_id=str(folder / "dcp"))
     print("dcp", digest(loaded))
+    consolidated = folder / "hugging-face/model-00001-of-00001.safetensors"
+    print("consolidated", digest(load_file(consolidated)))
     print(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import errno
 import hashlib
 import mmap
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,8 +27,9 @@ from safetensors.torch import save_file
 )
 def test_every_way_to_save_gives_back_the_same_tensors(places, run):
     lines = places.both(lambda folder: run("save_program.py", folder)).splitlines()
-    assert [line.split()[0] for line in lines[:4]] == ["safetensors", "torch", "mapped", "dcp"]
-    assert len({line.split()[1] for line in lines[:4]}) == 1
+    digests = [line.split() for line in lines[:5]]
+    assert [way for way, _ in digests] == ["safetensors", "torch", "mapped", "dcp", "consolidated"]
+    assert len({digest for _, digest in digests}) == 1
     on_disk = (places.on_disk / "model.safetensors").read_bytes()
     assert (places.volume / "model.safetensors").read_bytes() == on_disk
     assert not (places.volume / "model.pt.tmp").exists()
@@ -117,6 +121,29 @@ def test_a_written_memory_map_is_there_when_it_is_opened_again(places):
     assert int(stored.sum(dtype=np.uint64)) == sum(
         (shape[1] - 1) * shape[1] // 2 + row * shape[1] for row in range(shape[0])
     )
+
+
+def test_a_file_of_another_disk_is_moved_by_a_copy_that_is_whole_when_it_is_there(places, tmp_path):
+    source = tmp_path / "epoch=3.ckpt"
+    content = os.urandom(1 << 20)
+    source.write_bytes(content)
+    target = places.on_mount / source.name
+    with pytest.raises(OSError) as refused:
+        source.rename(target)
+    assert refused.value.errno == errno.EXDEV
+    assert not target.exists()
+    shutil.move(source, target)
+    assert not source.exists()
+    assert (places.volume / source.name).read_bytes() == content
+
+
+def test_a_table_that_grows_by_a_row_at_a_time_has_all_rows_in_the_store(places):
+    path = places.on_mount / "metrics.csv"
+    for step in range(5):
+        with path.open("a", newline="") as file:
+            csv.writer(file).writerow([step, step / 4])
+    rows = (places.volume / "metrics.csv").read_text().splitlines()
+    assert rows == ["0,0.0", "1,0.25", "2,0.5", "3,0.75", "4,1.0"]
 
 
 def test_a_map_whose_upload_fails_tells_the_program(start_mount, files_server, tmp_path):
