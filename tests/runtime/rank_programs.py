@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -133,6 +134,43 @@ def disagree(arguments: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def consume(arguments: dict[str, Any]) -> None:
+    """Go through the epochs without training; die at a step. What was consumed becomes durable with
+    the loader's state.
+    """
+    me = world()
+    _join(me.rank, me.world_size)
+    root = Path(arguments["root"])
+    saves = root / "saves"
+    dataset = UCVolumeDataset(str(root / "data"), shuffle=True, seed=arguments["seed"])
+    loader = DataLoader(
+        dataset,
+        arguments["batch_size"],
+        num_workers=arguments["num_workers"],
+        collate_fn=lambda paths: [Path(path).name for path in paths],
+    )
+    states = sorted(saves.glob("*.json"))
+    step = int(states[-1].stem) if states else 0
+    if states:
+        loader.load_state_dict(json.loads(states[-1].read_text()))
+    consumed: list[str] = []
+    for epoch in range(loader.epoch, arguments["num_epochs"]):
+        for names in loader:
+            step += 1
+            consumed += [f"{epoch} {step} {name}\n" for name in names]
+            if step == arguments.get("die_at") and me.rank == me.world_size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step % 3 == 0 or loader.epoch != epoch:
+                (saves / f"{step:04d}-{me.rank}").write_text("".join(consumed))
+                consumed.clear()
+                dist.barrier()
+                if me.is_first:
+                    (saves / "new").write_text(json.dumps(loader.state_dict()))
+                    (saves / "new").rename(saves / f"{step:04d}.json")
+                dist.barrier()
+    dist.destroy_process_group()
+
+
 def read_batch(paths: list[str]) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     contents = [Path(path).read_bytes() for path in paths]
     inputs = torch.tensor([[byte / 255 for byte in content[:8]] for content in contents])
@@ -150,4 +188,4 @@ def _join(rank: int, world_size: int) -> None:
     )
 
 
-PROGRAMS = {"disagree": disagree, "train": train}
+PROGRAMS = {"consume": consume, "disagree": disagree, "train": train}
