@@ -57,6 +57,37 @@ async def test_a_successor_does_not_mix_versions_in_an_old_handle(world: Any) ->
     assert await world.errno_from(a.fs.read(fh, 40_000, 10), transfer=True) == errno.ESTALE
 
 
+@pytest.mark.parametrize("is_written_here", [True, False])
+async def test_an_open_that_a_takeover_parts_from_its_lookup_needs_no_second_try(
+    world: Any, is_written_here: bool
+) -> None:
+    """The kernel tries once more, and needs that for a name that is renamed over meanwhile."""
+    data = os.urandom(10_000)
+    a = await world.node()
+    if is_written_here:
+        await a.write("new", data)
+        await a.rename("new", "f")
+    else:
+        (world.remote / "f").write_bytes(data)
+        assert await a.read("f") == data
+    ino = (await a.stat("f")).ino
+    await a.crash()
+    opened = await a.fs.open(ino, os.O_RDONLY)
+    assert await a.read_handle(opened.fh) == data
+
+
+async def test_a_file_that_changed_during_a_takeover_has_another_number(world: Any) -> None:
+    old, new = os.urandom(10_000), os.urandom(20_000)
+    (world.remote / "f").write_bytes(old)
+    a = await world.node()
+    assert await a.read("f") == old
+    ino = (await a.stat("f")).ino
+    await a.crash()
+    (world.remote / "f").write_bytes(new)
+    assert await world.errno_from(a.fs.open(ino, os.O_RDONLY)) == errno.ESTALE
+    assert await a.read("f") == new
+
+
 async def test_files_left_dirty_are_uploaded_by_the_next_mount(world: Any) -> None:
     a = await world.node()
     await a.mkdir("d")

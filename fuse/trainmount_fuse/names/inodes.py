@@ -73,7 +73,8 @@ class Inode:
     """Monotonic time at which `stat` was asked for."""
 
     told: str | None = None
-    """Version whose size the kernel was given last; None where that is unknown (after a takeover).
+    """Version whose size the kernel was given last; None where that is unknown: after a takeover,
+    of a file that was looked up and never opened or written here.
     """
 
     cached: str | None = None
@@ -379,6 +380,8 @@ class InodeTable:
             is_directory=bool(row[3]),
             link=Link(row[4]),
             stat=stat,
+            # An inode that had a version keeps it: another one would be another number.
+            told=None if stat is None else stat.version,
             mode=row[9],
             atime_ns=row[10],
             set_mtime_ns=row[11],
