@@ -1,4 +1,6 @@
-"""Training programs that the tests run on several ranks. Loaded by `rank_launcher`."""
+"""Training programs that the tests run on several ranks. Loaded by `rank_launcher`, or started by
+torchrun with a program's name and its arguments as JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import json
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 from trainmount.checkpoint import Checkpointer
 from trainmount.data import DataLoader, UCVolumeDataset
-from trainmount.errors import CheckpointError
+from trainmount.errors import CheckpointError, StateMismatch
 from trainmount.run import world
 
 
@@ -113,6 +118,74 @@ def _write_weights(model: nn.Module, path: Path) -> None:
         torch.save(weights, path)
 
 
+def skip(arguments: dict[str, Any]) -> None:
+    """Leave out a file that is missing on each rank, save, and resume; write down what is told."""
+    me = world()
+    _join(me.rank, me.world_size)
+    root = Path(arguments["root"])
+    dataset = UCVolumeDataset(str(root / "data"), on_error="skip", max_skipped=5)
+    loader = DataLoader(dataset, batch_size=2, num_workers=0)
+    dist.barrier()
+    for number in (0, 1) if me.is_first else ():
+        (root / "data" / f"f{number:03d}").unlink()
+    dist.barrier()
+    next(iter(loader))
+    with Checkpointer(
+        root / "checkpoints", state={}, loader=loader, on_sigterm=False
+    ) as checkpoints:
+        checkpoints.save(1)
+        checkpoints.resume()
+    told = (root / f"told-{me.rank}").open("w")
+    with told:
+        json.dump([loader.num_skipped, loader.state_dict()["skipped"]], told)
+    dist.destroy_process_group()
+
+
+def count_on(arguments: dict[str, Any]) -> None:
+    """Iterate over a dataset that has a state for each rank, save after three items a rank, or
+    resume; write down the rest.
+    """
+    me = world()
+    _join(me.rank, me.world_size)
+    root = Path(arguments["root"])
+    loader = DataLoader(Counting(me.rank), batch_size=None, num_workers=0)
+    with Checkpointer(
+        root / "checkpoints", state={}, loader=loader, on_sigterm=False
+    ) as checkpoints:
+        try:
+            resumed = checkpoints.resume()
+            items = iter(loader)
+            if resumed is None:
+                taken = [next(items) for _ in range(3 + me.rank)]
+                checkpoints.save(1)
+            else:
+                taken = list(items)
+            told = str(taken)
+        except StateMismatch as error:
+            told = str(error)
+    (root / f"told-{me.rank}").write_text(told)
+    dist.destroy_process_group()
+
+
+class Counting(IterableDataset[int]):
+    """Ten numbers of a rank, with a place of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self._next < 10:
+            self._next += 1
+            yield self._rank * 100 + self._next - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._next = state_dict["next"]
+
+
 def disagree(arguments: dict[str, Any]) -> None:
     """Save while one rank is a step ahead; write down what each rank was told."""
     me = world()
@@ -181,11 +254,21 @@ def read_batch(paths: list[str]) -> tuple[list[str], torch.Tensor, torch.Tensor]
 def _join(rank: int, world_size: int) -> None:
     dist.init_process_group(
         "gloo",
-        init_method=os.environ["RENDEZVOUS"],
+        init_method=os.environ.get("RENDEZVOUS", "env://"),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=60),
     )
 
 
-PROGRAMS = {"consume": consume, "disagree": disagree, "train": train}
+PROGRAMS = {
+    "consume": consume,
+    "count_on": count_on,
+    "disagree": disagree,
+    "skip": skip,
+    "train": train,
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](json.loads(sys.argv[2]))
+    os._exit(0)  # what torch tidies up at exit takes seconds

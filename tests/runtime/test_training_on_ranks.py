@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+from trainmount.checkpoint import Checkpointer
 
 NUM_FILES = 46
 JOB = {"batch_size": 4, "num_epochs": 3}
@@ -156,6 +161,68 @@ def test_ranks_at_different_places_are_refused_on_all_ranks(tmp_path: Path, run_
     told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
     assert told[0] == told[1]
     assert "sample 4; rank 1 at step 1, epoch 0, sample 8" in told[0]
+
+
+def test_under_torchrun_an_fsdp_job_whose_rank_was_killed_in_a_save_resumes_on_two_and_on_one(
+    tmp_path: Path,
+) -> None:
+    root, copy = tmp_path / "job", tmp_path / "copy"
+    root.mkdir()
+    _make_data(root)
+    job = {**JOB, "root": str(root), "kind": "fsdp", "every_steps": 2, "asynchronous": True}
+    assert _torchrun(4, {**job, "die_in_save_at": 6, "die_on_rank": 2}) == 1
+    shutil.copytree(root, copy)
+    assert _torchrun(2, {**job, "batch_size": 8}) == 0
+    assert (root / "resumed_at").read_text() == "4"
+    _assert_exactly_once(root)
+    # One process without FSDP finds the same weights.
+    network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 4))
+    state = {"model": network}
+    resumed = Checkpointer(copy / "checkpoints", state=state, on_sigterm=False).resume()
+    assert resumed is not None
+    assert (resumed.step, resumed.world_size) == (4, 4)
+    assert _is_equal(dict(network.state_dict()), torch.load(root / "begun"))
+
+
+def test_files_that_any_rank_has_left_out_are_in_the_state_of_the_job(
+    tmp_path: Path, run_ranks: Any
+) -> None:
+    _make_data(tmp_path)
+    assert run_ranks("skip", 2, root=str(tmp_path)) == [0, 0]
+    for rank in range(2):
+        own, state = json.loads((tmp_path / f"told-{rank}").read_text())
+        assert own == 0  # since the resume
+        assert state["count"] == 2
+        assert sorted(state["names"]) == ["f000", "f001"]
+
+
+def test_a_dataset_with_a_state_a_rank_resumes_on_as_many_ranks_and_refuses_others(
+    tmp_path: Path, run_ranks: Any
+) -> None:
+    def told(count: int) -> list[str]:
+        return [(tmp_path / f"told-{rank}").read_text() for rank in range(count)]
+
+    assert run_ranks("count_on", 2, root=str(tmp_path)) == [0, 0]
+    assert told(2) == ["[0, 1, 2]", "[100, 101, 102, 103]"]
+    assert run_ranks("count_on", 2, root=str(tmp_path)) == [0, 0]
+    assert told(2) == [str(list(range(3, 10))), str(list(range(104, 110)))]
+    assert run_ranks("count_on", 1, root=str(tmp_path)) == [0]
+    assert "a state for each of 2 ranks, and there are 1 now; resume on 2 ranks" in told(1)[0]
+
+
+def _torchrun(count: int, arguments: dict[str, Any]) -> int:
+    """Exit code of the program `train` on that many ranks."""
+    program = str(Path(__file__).with_name("rank_programs.py"))
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*start, f"--nproc-per-node={count}", program, "train", json.dumps(arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    print(done.stderr[-4000:])
+    return done.returncode
 
 
 def _make_data(root: Path) -> None:

@@ -24,6 +24,7 @@ from trainmount.checkpoint import randomness
 from trainmount.checkpoint.gradient_order import GradientOrder
 from trainmount.checkpoint.layout import CommitRecord
 from trainmount.data.loader import DataLoader
+from trainmount.data.state import Skipped
 from trainmount.distributed import Group, gather, grid_of_process
 from trainmount.errors import RanksDisagree, StateMismatch
 
@@ -73,18 +74,21 @@ class JobState:
         rank, _ = grid_of_process()
         content: dict[str, Any] = {}
 
-        def capture_here() -> _Place:
+        def capture_here() -> tuple[_Place, Skipped]:
             content.update(self._described())
             for name, one in self._objects.items():
                 content[_OBJECT + name] = pickle.dumps(one.state_dict())
             content[f"{_RANDOMNESS}{rank}"] = randomness.capture()
-            return _Place.of(global_step, self._loader)
+            if self._loader is not None:
+                content[self._loader_key(rank)] = self._loader.state_dict()
+            return _Place.of(global_step, self._loader), _skipped_by(self._loader)
 
-        places = gather(capture_here, group)
+        places, skipped = zip(*gather(capture_here, group), strict=True)
         places[0].check_same(places, path)
         if self._loader is not None:
-            state = self._loader.state_dict()
-            content[self._loader_key(rank)] = json.dumps(state).encode()
+            key = self._loader_key(rank)
+            others = (*skipped[:rank], *skipped[rank + 1 :])
+            content[key] = json.dumps(_with_skipped(content[key], others)).encode()
         return content
 
     def extra(self) -> dict[str, Any]:
@@ -182,6 +186,21 @@ class JobState:
     def _randomness_key(self, record: CommitRecord) -> str:
         rank, _ = grid_of_process()
         return f"{_RANDOMNESS}{rank if rank < record.world_size else 0}"
+
+
+def _skipped_by(loader: DataLoader | None) -> Skipped:
+    """What this rank has left out since it was started."""
+    return Skipped(loader.num_skipped, loader.skipped) if loader is not None else Skipped()
+
+
+def _with_skipped(state: dict[str, Any], others: Iterable[Skipped]) -> dict[str, Any]:
+    """A loader's state, with what the other ranks have left out where it is the whole job's."""
+    if "skipped" not in state:
+        return state
+    total = Skipped(state["skipped"]["count"], tuple(state["skipped"]["names"]))
+    for one in others:
+        total = total.plus(one.names, one.count)
+    return {**state, "skipped": {"count": total.count, "names": list(total.names)}}
 
 
 @dataclass(frozen=True, slots=True)
