@@ -317,7 +317,7 @@ def test_skipping_has_a_limit(tmp_path: Path, make_files: MakeFiles) -> None:
 
 def test_wrong_arguments_are_told_in_one_line(tmp_path: Path, make_files: MakeFiles) -> None:
     make_files(tmp_path, 4)
-    with pytest.raises(ValueError, match="item must be 'path' or 'bytes', got 'tensor'"):
+    with pytest.raises(ValueError, match="item must be 'path', 'bytes' or 'file', got 'tensor'"):
         UCVolumeDataset(str(tmp_path), item="tensor")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on_error must be"):
         UCVolumeDataset(str(tmp_path), on_error="ignore")  # type: ignore[arg-type]

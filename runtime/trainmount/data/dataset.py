@@ -8,20 +8,25 @@ and `state_dict` is that stream's progress.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainmount.data.cache import FileCache
-from trainmount.data.manifest import Entry, Manifest, compile_pattern
+from trainmount.data.items import Fetched, Item, Items, OnError
+from trainmount.data.listing import Selection, list_files
+from trainmount.data.manifest import Manifest
 from trainmount.data.position import Grid
 from trainmount.data.shuffle import Order, sequential, shuffled
 from trainmount.data.sources import Source, open_source
 from trainmount.distributed import from_first_rank, gather, grid_of_process, is_distributed
-from trainmount.errors import DamagedFile, DataError, MissingFile, StateMismatch, TooManySkipped
+from trainmount.errors import DataError, StateMismatch
 
 __all__ = ["UCVolumeDataset"]
 
@@ -29,11 +34,44 @@ _log = logging.getLogger(__name__)
 
 _STREAM_STATE_VERSION: Final = 1
 _DEFAULT_CACHE_BYTES: Final = 10 << 30
+_DEFAULT_READ_AHEAD_BYTES: Final = 32 << 20
+# Files that a direct iteration reads ahead at most.
+_STREAM_AHEAD: Final = 16
+_STREAMS: Final = itertools.count()
 
 
 class UCVolumeDataset(IterableDataset[Any]):
-    """Each file below `path`, as a local path or as bytes, in the order of the listing or shuffled
-    by seed and epoch.
+    """Each file below `path` as a local path, as bytes or as an open file, in the order of the
+    listing or shuffled by seed and epoch.
+
+    Args:
+        path: a directory on a mount or anywhere; `/Volumes/...` that is not mounted is read through
+            the volume client (`describe` tells which).
+        shuffle: a new order each epoch, a function of (seed, epoch) alone.
+        seed: of the shuffle.
+        pattern: glob over paths relative to `path`; `**/` is any depth. Hidden files and those that
+            other systems leave beside data (`_SUCCESS`, `_delta_log`) are never read.
+        files: instead of the pattern, the files themselves, in their order: paths relative to
+            `path`, or a mapping of them to their sizes in bytes, which saves asking for these.
+        checksums: of files, by their relative paths: `crc32:89abcdef`, `sha256:…`. A file with
+            other bytes is damaged.
+        manifest: a file that keeps the listing. Where it is there, nothing is listed; otherwise it
+            is made. JSON lines with `path`, `size` and perhaps a checksum: `"sha256": "…"`.
+        item: "path" gives a local path, valid until the next item (or batch) is asked for; "bytes"
+            the content; "file" an open binary file.
+        on_error: what a missing or damaged file does: "raise"; "skip" leaves it out, logged and
+            counted; "retry" reads a damaged one again, up to four times in 1.5 seconds, and then
+            raises.
+        max_skipped: more skipped files than this in one process are an error all the same.
+        distributed: share the files among the ranks. All ranks then construct the dataset together,
+            and rank 0 lists for all. False: this process reads all files by itself (an evaluation
+            on one rank, say).
+        cache_size_bytes: bound of the local copies where the volume is not mounted; 0 keeps none
+            after its use.
+        cache_dir: where these copies go, for all processes of this machine; default is a directory
+            of the user below the system's temporary one.
+        read_ahead_bytes: bound of what each loader worker reads of its next files while one is
+            used; 0 reads none ahead.
     """
 
     def __init__(
@@ -43,45 +81,38 @@ class UCVolumeDataset(IterableDataset[Any]):
         shuffle: bool = False,
         seed: int = 0,
         pattern: str = "**/*",
-        item: Literal["path", "bytes"] = "path",
-        on_error: Literal["raise", "skip"] = "raise",
+        item: Item = "path",
+        on_error: OnError = "raise",
         max_skipped: int = 100,
         distributed: bool = True,
         cache_size_bytes: int = _DEFAULT_CACHE_BYTES,
         cache_dir: str | None = None,
+        files: Sequence[str] | Mapping[str, int] | None = None,
+        checksums: Mapping[str, str] | None = None,
+        manifest: str | None = None,
+        read_ahead_bytes: int = _DEFAULT_READ_AHEAD_BYTES,
     ) -> None:
         """List the directory; the listing is frozen from here on.
 
-        Args:
-            path: a directory on a mount or anywhere; `/Volumes/...` that is not mounted is read
-                through the volume client.
-            shuffle: a new order each epoch, a function of (seed, epoch) alone.
-            seed: of the shuffle.
-            pattern: glob over paths relative to `path`; `**/` is any depth. Hidden files and those
-                that other systems leave beside data (`_SUCCESS`, `_delta_log`) are never read.
-            item: "path" gives a local path, valid until the next item (or batch) is asked for;
-            "bytes" the content.
-            on_error: what a missing or damaged file does: "raise", or "skip" (logged and counted).
-            max_skipped: more skipped files than this in one process are an error all the same.
-            distributed: share the files among the ranks. All ranks then construct the dataset
-                together, and rank 0 lists for all. False: this process reads all files by itself
-                (an evaluation on one rank, say).
-            cache_size_bytes: bound of the local copies where the volume is not mounted and `item`
-            is "path".
-            cache_dir: where these copies go; default is a directory of the user below the system's
-                temporary one.
-
         Raises:
             ValueError: an argument is out of its range.
-            DataError: the directory cannot be listed, or no file matches.
+            DataError: the directory cannot be listed, no file matches, or one of `files` is not
+                there.
         """
         super().__init__()
-        if item not in ("path", "bytes"):
-            raise ValueError(f"item must be 'path' or 'bytes', got {item!r}")
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-        if max_skipped < 0 or cache_size_bytes < 0:
-            raise ValueError("max_skipped and cache_size_bytes must not be negative")
+        for name, value, allowed in (
+            ("item", item, ("path", "bytes", "file")),
+            ("on_error", on_error, ("raise", "skip", "retry")),
+        ):
+            if value not in allowed:
+                choice = ", ".join(map(repr, allowed[:-1])) + f" or {allowed[-1]!r}"
+                raise ValueError(f"{name} must be {choice}, got {value!r}")
+        if min(max_skipped, cache_size_bytes, read_ahead_bytes) < 0:
+            raise ValueError(
+                "max_skipped, cache_size_bytes and read_ahead_bytes must not be negative"
+            )
+        if files is not None and manifest is not None:
+            raise ValueError("files and manifest both say what to read: give one of them")
         self.path = str(path)
         self.shuffle = shuffle
         self.seed = seed
@@ -91,13 +122,21 @@ class UCVolumeDataset(IterableDataset[Any]):
         self.max_skipped = max_skipped
         self.distributed = distributed
         self.epoch = 0
-        self.cache = FileCache(cache_size_bytes, Path(cache_dir) if cache_dir else None)
-        self._source: Source = open_source(self.path, self.cache)
-        self._num_skipped = 0
-        self._stream_delivered = self._resume_at = 0
+        self._cache = FileCache(cache_size_bytes, Path(cache_dir) if cache_dir else None)
+        self._source: Source = open_source(self.path, self._cache)
+        self._stream_start = self._stream_delivered = 0
         self._grid = Grid(0, 1)
         self._is_agreed = False
-        self.manifest = self._list_agreed()
+        self.manifest = self._list_agreed(Selection(self.path, pattern, files, checksums, manifest))
+        self._items = Items(
+            self._source,
+            self._cache,
+            self.manifest,
+            item=item,
+            on_error=on_error,
+            max_skipped=max_skipped,
+            read_ahead_bytes=read_ahead_bytes,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         self.grid()  # a spawned loader worker has no process group to ask
@@ -138,46 +177,68 @@ class UCVolumeDataset(IterableDataset[Any]):
         gather(lambda: self.manifest.check(summaries[0], f"{self.path}, as rank 0 sees it,"))
         self._is_agreed = True
 
-    def fetch(self, indices: Sequence[int]) -> tuple[list[Any], list[str]]:
-        """The items of these files of the manifest, and the paths of those that were skipped.
+    @property
+    def describe(self) -> str:
+        """How the files are reached: by a mount, a directory, or the volume client."""
+        return self._source.describe
+
+    # For the loader, which says which files, in each of its workers
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """These files of the manifest are going to be fetched next, after those that were expected
+        before.
+        """
+        self._items.expect(indices)
+
+    def fetch(self, indices: Sequence[int], group: str) -> Fetched:
+        """These files of the manifest. `group` is of the iteration that they are for.
 
         Raises:
-            MissingFile, DamagedFile: with `on_error="raise"`.
+            MissingFile, DamagedFile: unless they are skipped.
             TooManySkipped: this process has skipped more than `max_skipped`.
         """
-        items: list[Any] = []
-        skipped: list[str] = []
-        for index in indices:
-            entry = self.manifest[index]
-            try:
-                items.append(self._load(entry))
-            except (MissingFile, DamagedFile) as error:
-                if self.on_error == "raise":
-                    raise
-                skipped.append(entry.path)
-                self._count_skipped(error)
-        return items, skipped
+        return self._items.fetch(indices, group)
+
+    def release(self, copies: Iterable[str]) -> None:
+        """The items that these copies are of were used."""
+        self._cache.release(copies)
+
+    def abandon(self, group: str) -> None:
+        """Nothing of that iteration is going to be used any more."""
+        self._cache.abandon(group)
+
+    def begin_epoch(self) -> None:
+        """Another iteration begins in this process: what was expected is not fetched any more."""
+        self._items.begin_epoch()
+
+    def check_skipped(self, count: int, last: str) -> None:
+        """Raises TooManySkipped where so many skipped files are more than `max_skipped`."""
+        self._items.check_skipped(count, last)
 
     # Direct iteration
 
     def __iter__(self) -> Iterator[Any]:
         places = self._stream_places()
         order = self.order(self.epoch)
-        # What was loaded counts once: an iteration that is left early begins anew.
-        start, self._resume_at = self._resume_at, 0
-        start = start if start < len(places) else 0
-        self._stream_delivered = start
-        used: list[Entry] = []
-        for place in places[start:]:
-            entry = self.manifest[order[place]]
-            self.cache.hold([entry])
-            items, _ = self.fetch([order[place]])
-            # The item before is valid until here: its consumer has come back for the next one.
-            self.cache.release(used)
-            used = [entry]
-            self._stream_delivered += 1
-            yield from items
-        self.cache.release(used)
+        start = self._stream_start if self._stream_start < len(places) else 0
+        self._stream_start, self._stream_delivered = 0, start
+        indices = (order[place] for place in places[start:])
+        upcoming = deque(itertools.islice(indices, _STREAM_AHEAD))
+        self.begin_epoch()
+        self.expect(upcoming)
+        copies = self._copies_in_use()
+        try:
+            while upcoming:
+                items, _, new = self.fetch([upcoming.popleft()], copies.group)
+                # The item before is valid until here: its consumer has come back for the next one.
+                copies.replace(new)
+                for index in itertools.islice(indices, 1):
+                    upcoming.append(index)
+                    self.expect([index])
+                self._stream_delivered += 1
+                yield from items
+        finally:
+            copies.end()
         self._stream_delivered = 0
         self.epoch += 1
 
@@ -215,40 +276,22 @@ class UCVolumeDataset(IterableDataset[Any]):
                 f"but this is rank {stream[0]}, worker {stream[1]}; "
                 "use trainmount.data.DataLoader to continue on another grid"
             )
-        self._stream_delivered = self._resume_at = delivered
+        self._stream_start = self._stream_delivered = delivered
         self.epoch = int(state_dict.get("epoch", self.epoch))
 
     # Private
 
-    def _load(self, entry: Entry) -> Any:
-        return self._source.read(entry) if self.item == "bytes" else self._source.path(entry)
-
-    def _count_skipped(self, error: DataError) -> None:
-        self._num_skipped += 1
-        _log.warning("file skipped", extra={"reason": str(error), "num_skipped": self._num_skipped})
-        if self._num_skipped > self.max_skipped:
-            raise TooManySkipped(
-                f"{self._num_skipped} files of {self.path} were skipped, "
-                f"max_skipped is {self.max_skipped}; "
-                f"the last: {error}"
-            ) from error
-
-    def _list_agreed(self) -> Manifest:
-        matches = compile_pattern(self.pattern)
-
-        def list_files() -> Manifest:
-            manifest = Manifest(self._source.scan(matches))
-            if len(manifest) == 0:
-                raise DataError(f"{self.path}: no file matches {self.pattern!r}")
-            return manifest
+    def _list_agreed(self, selection: Selection) -> Manifest:
+        def list_here() -> Manifest:
+            return list_files(self._source, selection)
 
         if not self.distributed:
-            manifest = list_files()
+            manifest = list_here()
         else:
             self._is_agreed = is_distributed()
-            manifest = from_first_rank(list_files)
-        if self.item == "path" and self._source.needs_cache:
-            self.cache.open()
+            manifest = from_first_rank(list_here)
+        if self._source.needs_cache and (self.item != "bytes" or self._cache.limit_bytes):
+            self._open_cache()
         _log.info(
             "dataset listed",
             extra={
@@ -259,11 +302,57 @@ class UCVolumeDataset(IterableDataset[Any]):
         )
         return manifest
 
+    def _open_cache(self) -> None:
+        try:
+            self._cache.open()
+        except OSError as error:
+            raise DataError(
+                f"the local copies of {self.path} have no place: {error}; set cache_dir"
+            ) from error
+
+    def _copies_in_use(self) -> _CopiesInUse:
+        info = get_worker_info()
+        if info is None:
+            return _CopiesInUse(self._cache, f"stream-{next(_STREAMS)}", keep_bytes=0)
+        # torch's own loader prefetches, nobody knows how far: what a worker has handed out stays
+        # while there is room.
+        group = f"worker-{info.id}"
+        self._cache.abandon(group)
+        keep_bytes = self._cache.limit_bytes // info.num_workers
+        return _CopiesInUse(self._cache, group, keep_bytes=keep_bytes)
+
     def _stream_places(self) -> range:
         grid = self.grid()
         worker_id, num_workers = _worker()
         of_rank = range(grid.rank, len(self.manifest), grid.world_size)
         return of_rank[worker_id::num_workers]
+
+
+class _CopiesInUse:
+    """The copies that a stream has handed out and that may still be read."""
+
+    def __init__(self, cache: FileCache, group: str, *, keep_bytes: int) -> None:
+        self.group = group
+        self._cache = cache
+        self._keep_bytes = keep_bytes
+        self._copies: deque[tuple[str, int]] = deque()
+        self._num_bytes = 0
+
+    def replace(self, copies: list[str]) -> None:
+        """Hand these out; those before go, the oldest first, as far as they exceed the bound."""
+        while self._copies and self._num_bytes >= self._keep_bytes:
+            copy, size_bytes = self._copies.popleft()
+            self._num_bytes -= size_bytes
+            self._cache.release([copy])
+        for copy in copies:
+            size_bytes = os.stat(copy).st_size  # noqa: PTH116 - once a sample
+            self._copies.append((copy, size_bytes))
+            self._num_bytes += size_bytes
+
+    def end(self) -> None:
+        """The stream has ended. What its consumer has prefetched stays until the next begins."""
+        if not self._keep_bytes:
+            self._cache.abandon(self.group)
 
 
 def _worker() -> tuple[int, int]:

@@ -12,6 +12,7 @@ workers, and the loader keeps the state of each worker's replica (`iterables`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -24,9 +25,8 @@ from torch.utils.data._utils.collate import default_convert
 
 from trainmount.data.checkpointable import Checkpointable
 from trainmount.data.dataset import UCVolumeDataset
-from trainmount.data.drawing import Collating, Fetching, RankSampler, held
+from trainmount.data.drawing import Collating, Drawn, Fetching, RankSampler, draw
 from trainmount.data.iterables import Replicas, Seeding, Stamping
-from trainmount.data.manifest import Entry
 from trainmount.data.position import Plan, Position
 from trainmount.data.progress import BARS, require_rich
 from trainmount.data.shuffle import Order
@@ -46,6 +46,10 @@ _log = logging.getLogger(__name__)
 # process.
 _WORKERS_PER_RANK: Final = 6
 _WORKERS_ALONE: Final = 48
+# Batches that the lone process reads ahead with num_workers=0, the one that it works on included.
+_DEPTH_ALONE: Final = 2
+# Loaders over one dataset must not take each other's copies for their own.
+_LOADERS: Final = itertools.count()
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -108,7 +112,9 @@ class DataLoader(TorchDataLoader[Any]):
         self._start = Position()
         self._order: Order | Rest | None = None
         self._is_resumed = False
+        self._number = next(_LOADERS)
         self._run = 0
+        self._group = "run-none"
         self._skipped = Skipped()
         options: dict[str, Any] = {
             **kwargs,
@@ -287,19 +293,19 @@ class DataLoader(TorchDataLoader[Any]):
             batches = BARS.shown(batches, title, total, done)
         return batches
 
-    def next_order(self) -> Iterator[int]:
-        """The numbers of this rank's files from the position to the end of the epoch, held in the
-        cache as they go.
+    def next_order(self) -> Iterator[Drawn]:
+        """This rank's samples from the position to the end of the epoch.
 
         Called by torch when an iteration begins, and drawn from as far as it prefetches.
         """
         files = self._require_files()
         assert self._order is not None, "the iteration that asks has set it"
-        return held(files, self._order, self.plan.shares(self._start.delivered, files.grid()))
+        start = self._start.delivered
+        return draw(self._group, self._order, self.plan, files.grid(), start)
 
     # Private
 
-    def _begin(self, files: UCVolumeDataset) -> tuple[Iterator[Any], int, Position, Order | Rest]:
+    def _begin(self, files: UCVolumeDataset) -> tuple[Iterator[Any], int, Position]:
         """Torch's iteration over what is left of the epoch, or over a new one."""
         if not is_distributed() and files.distributed and announced_world_size() > 1:
             _log.warning(
@@ -313,33 +319,35 @@ class DataLoader(TorchDataLoader[Any]):
         self._is_resumed = False
         self._start = self._place.position
         streams = self._place.streams
-        order = Rest(len(files), streams) if streams else files.order(self._start.epoch)
-        self._order = order
-        abandoned = files.cache.held()
+        self._order = Rest(len(files), streams) if streams else files.order(self._start.epoch)
+        abandoned, self._group = self._group, f"run-{self._number}-{self._run}"
+        assert isinstance(self.dataset, Fetching)
+        depth = self.prefetch_factor or _DEPTH_ALONE
+        self.dataset.read_ahead_by(self.plan, files.grid(), depth)
         batches = super().__iter__()
         # By now the workers have finished what an iteration that was left early had asked for.
-        files.cache.release(abandoned)
-        return batches, self._run, self._start, order
+        files.abandon(abandoned)
+        return batches, self._run, self._start
 
-    def _consume(
-        self, batches: Iterator[Any], run: int, start: Position, order: Order | Rest
-    ) -> Iterator[Any]:
+    def _consume(self, batches: Iterator[Any], run: int, start: Position) -> Iterator[Any]:
         files = self._require_files()
         plan = self.plan
         position = start
-        used: list[Entry] = []
+        used: list[str] = []
         for share in plan.shares(start.delivered, files.grid()):
-            batch, skipped = next(batches)
+            batch, skipped, copies = next(batches)
             # The batch before is valid until here: its consumer has come back for the next one.
-            files.cache.release(used)
-            used = [files.manifest[order[place]] for place in share] if files.cache.is_open else []
-            self._skipped = self._skipped.plus(skipped)
+            files.release(used)
+            used = copies
+            if skipped:
+                self._skipped = self._skipped.plus(skipped)
+                files.check_skipped(self._skipped.count, skipped[-1])
             position = plan.after_batch(position)
             if run == self._run:
                 self._move_to(position)
             if len(skipped) < len(share):
                 yield batch
-        files.cache.release(used)
+        files.release(used)
         if run == self._run and self.epoch == start.epoch:
             # The last global batch had no sample for this rank.
             self._move_to(Position(start.epoch + 1, 0))

@@ -1,29 +1,46 @@
 """Where files come from: a directory of this machine (a mount too), or a volume that is not
 mounted.
 
-Called by `dataset`. One source is used by the main process and, as a copy, by each loader worker; a
-copy opens its own connections. Reads are checked against the listing: a file that is gone or has
-another size is told at once, by name.
+Called by `dataset`. One source is used by the main process and, as a copy, by each loader worker;
+any thread may read. Reads are checked against the listing: a file that is gone, or has another size
+or checksum, is told at once, by name.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from trainmount.data.manifest import Entry, is_hidden
+from trainmount.data.checksums import is_right, pieces_of
+from trainmount.data.manifest import Entry
+from trainmount.data.walk import Found, Pages, walk
 from trainmount.errors import DamagedFile, DataError, MissingFile
 from trainmount.locations import is_local, local_path
 
 if TYPE_CHECKING:
     from trainmount.data.cache import FileCache
-    from trainmount_files.volume import Volume
+    from trainmount_files.volume import FileStat, Volume
 
 __all__ = ["DirectorySource", "Source", "VolumeSource", "open_source"]
+
+T = TypeVar("T")
+
+_PAGE_ENTRIES: Final = 1000
+
+# The kernel is asked to read so much of a file before its consumer does; of a long one, the rest
+# follows as it is read.
+_AHEAD_BYTES: Final = 8 << 20
+
+# Where versions are times in seconds, a file may change within the second without another version.
+_SETTLED_SECONDS: Final = 2.0
 
 
 class Source(Protocol):
@@ -31,7 +48,7 @@ class Source(Protocol):
 
     @property
     def describe(self) -> str:
-        """How the files are reached, for a log line."""
+        """How the files are reached: by a mount, a directory or the volume client."""
         ...
 
     @property
@@ -39,14 +56,20 @@ class Source(Protocol):
         """True if `path` gives local copies."""
         ...
 
-    def scan(self, pattern: re.Pattern[str]) -> Iterator[Entry]:
+    def scan(self, pattern: str, matches: re.Pattern[str]) -> Iterator[Entry]:
         """All files whose relative path matches, in any order. Raises DataError if the directory is
         not there.
         """
         ...
 
+    def find(self, path: str) -> Entry:
+        """One file. Raises MissingFile."""
+        ...
+
     def path(self, entry: Entry) -> str:
-        """A local path at which the file can be opened. Raises MissingFile, DamagedFile."""
+        """A local path at which the file can be opened, its bytes there or on their way. A copy is
+        the caller's. Raises MissingFile, DamagedFile.
+        """
         ...
 
     def read(self, entry: Entry) -> bytes:
@@ -64,60 +87,77 @@ class DirectorySource:
 
     @property
     def describe(self) -> str:
+        kind = _mount_type(self._directory)
+        if kind is not None and kind.startswith("fuse"):
+            return f"mount {self._directory} ({kind})"
         return f"directory {self._directory}"
 
     @property
     def needs_cache(self) -> bool:
         return False
 
-    def scan(self, pattern: re.Pattern[str]) -> Iterator[Entry]:
-        yield from self._scan(self._directory, "", pattern)
+    def scan(self, pattern: str, matches: re.Pattern[str]) -> Iterator[Entry]:
+        return walk(self._pages, pattern, matches)
 
-    def _scan(self, directory: Path, prefix: str, pattern: re.Pattern[str]) -> Iterator[Entry]:
+    def find(self, path: str) -> Entry:
         try:
-            with os.scandir(directory) as entries:
-                for entry in entries:
-                    if is_hidden(entry.name):
-                        continue
-                    relative = prefix + entry.name
-                    if entry.is_dir(follow_symlinks=False):
-                        yield from self._scan(directory / entry.name, relative + "/", pattern)
-                    elif entry.is_file() and pattern.fullmatch(relative):
-                        yield Entry(relative, entry.stat().st_size)
-        except OSError as error:
-            raise DataError(f"cannot list {directory}: {error.strerror or error}") from error
+            found = (self._directory / path).stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise MissingFile(f"{self._directory}/{path} is not there") from error
+        return Entry(path, found.st_size)
 
     def path(self, entry: Entry) -> str:
-        path = os.path.join(self._directory, entry.path)  # noqa: PTH118 - once a sample: pathlib costs 5 times as much
-        try:
-            size_bytes = os.stat(path).st_size  # noqa: PTH116 - as above
-        except FileNotFoundError as error:
-            raise _missing(path) from error
-        _check_size(path, entry, size_bytes)
+        path = f"{self._directory}/{entry.path}"
+        with _reading(path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                _check_kind(path, entry, os.fstat(descriptor))
+                if not entry.checksum:
+                    length = min(entry.size_bytes, _AHEAD_BYTES)
+                    os.posix_fadvise(descriptor, 0, length, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+            if entry.checksum:
+                _check_content(path, entry, pieces_of(path))
         return path
 
     def read(self, entry: Entry) -> bytes:
-        path = os.path.join(self._directory, entry.path)  # noqa: PTH118 - as above
-        try:
-            with open(path, "rb") as file:  # noqa: PTH123 - as above
-                data = file.read()
-        except FileNotFoundError as error:
-            raise _missing(path) from error
-        _check_size(path, entry, len(data))
+        path = f"{self._directory}/{entry.path}"
+        with _reading(path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # One more, to see that a file has become longer.
+                data = os.read(descriptor, entry.size_bytes + 1)
+                if data and len(data) < entry.size_bytes:
+                    data += _rest_of(descriptor)
+            finally:
+                os.close(descriptor)
+        if len(data) != entry.size_bytes:
+            _check_size(path, entry, os.stat(path).st_size)  # noqa: PTH116 - a failure
+        _check_content(path, entry, [data])
         return data
+
+    def _pages(self, directory: str) -> Pages:
+        place = self._directory / directory
+        try:
+            with os.scandir(place) as entries:
+                while page := [_found_of(entry) for entry in islice(entries, _PAGE_ENTRIES)]:
+                    yield [found for found in page if found is not None]
+        except OSError as error:
+            raise DataError(f"cannot list {place}: {error.strerror or error}") from error
 
 
 class VolumeSource:
     """A directory of a volume that is not mounted here: files come through the volume client.
 
-    Paths lead into `cache`, which the owner bounds.
+    Each read is one request: the file, of the version that was listed; or, where the cache has it,
+    the question whether that is still the version.
     """
 
     def __init__(self, url: str, cache: FileCache) -> None:
         self._url = url
         self._cache = cache
         self._volume: Volume | None = None
-        self._process = os.getpid()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,65 +168,180 @@ class VolumeSource:
 
     @property
     def describe(self) -> str:
-        return f"volume {self._url}, not mounted here"
+        return f"volume client for {self._url}, not mounted here"
 
     @property
     def needs_cache(self) -> bool:
         return True
 
-    def scan(self, pattern: re.Pattern[str]) -> Iterator[Entry]:
-        from trainmount_files.errors import VolumeError
+    def scan(self, pattern: str, matches: re.Pattern[str]) -> Iterator[Entry]:
+        return walk(self._pages, pattern, matches)
 
-        try:
-            yield from self._scan("", pattern)
-        except VolumeError as error:
-            raise DataError(f"cannot list {self._url}: {error}") from error
-
-    def _scan(self, directory: str, pattern: re.Pattern[str]) -> Iterator[Entry]:
-        from trainmount_files.volume import list_directory
-
-        for stat in list_directory(self._open(), directory):
-            if is_hidden(stat.name):
-                continue
-            relative = f"{directory}/{stat.name}" if directory else stat.name
-            if stat.is_directory:
-                yield from self._scan(relative, pattern)
-            elif pattern.fullmatch(relative):
-                yield Entry(relative, stat.size_bytes)
+    def find(self, path: str) -> Entry:
+        found = self._stat(path, lambda: MissingFile(f"{self._url}/{path} is not there"))
+        return Entry(path, found.size_bytes, self._settled_version(found))
 
     def path(self, entry: Entry) -> str:
-        return self._cache.path(entry, self.read)
+        name = entry.path.rpartition("/")[2]
+
+        def stored(key: str) -> Path | None:
+            copy = self._cache.take(key, name)
+            if copy is not None and not _has_content(entry, pieces_of(copy)):
+                # The disk has lost it, not the store.
+                self._cache.drop(key)
+                copy.unlink()
+                return None
+            return copy
+
+        def fetch(version: str, key: str) -> Path:
+            copy = self._cache.new_path(name)
+            self._download(entry, version, copy)
+            try:
+                _check_content(f"{self._url}/{entry.path}", entry, pieces_of(copy))
+                if key:
+                    self._cache.keep(copy, key)
+            except BaseException:
+                copy.unlink()
+                raise
+            return copy
+
+        return str(self._obtain(entry, stored, fetch))
 
     def read(self, entry: Entry) -> bytes:
-        from trainmount_files.errors import InexactRange, NotFound, VolumeError
-        from trainmount_files.volume import ByteRange
+        def stored(key: str) -> bytes | None:
+            data = self._cache.read(key)
+            if data is not None and not _has_content(entry, [data]):
+                self._cache.drop(key)
+                return None
+            return data
+
+        def fetch(version: str, key: str) -> bytes:
+            from trainmount_files.volume import ByteRange
+
+            buffer = bytearray(entry.size_bytes)
+            whole = ByteRange(0, entry.size_bytes)
+            self._open().read_into(entry.path, whole, buffer, version=version or None)
+            data = bytes(buffer)
+            _check_content(f"{self._url}/{entry.path}", entry, [data])
+            if key:
+                self._cache.keep_bytes(data, key)
+            return data
+
+        return self._obtain(entry, stored, fetch)
+
+    # Private
+
+    def _obtain(
+        self,
+        entry: Entry,
+        stored: Callable[[str], T | None],
+        fetch: Callable[[str, str], T],
+    ) -> T:
+        """What `stored` has under the key of the present version, or `fetch` gets, which is given
+        the version and the key to keep it under, empty where it must not be kept.
+        """
+        from trainmount_files.errors import (
+            InexactRange,
+            IsADirectory,
+            NotFound,
+            PreconditionFailed,
+            VolumeError,
+        )
 
         path = f"{self._url}/{entry.path}"
-        buffer = bytearray(entry.size_bytes)
         try:
-            volume = self._open()
-            _check_size(path, entry, volume.stat(entry.path).size_bytes)
-            if buffer:
-                volume.read_into(entry.path, ByteRange(0, len(buffer)), buffer)
+            if entry.version and not self._cache.has(self._key(entry, entry.version)):
+                try:
+                    return fetch(entry.version, self._key(entry, entry.version))
+                except (PreconditionFailed, InexactRange, IsADirectory):
+                    # Written anew since it was listed: with the size that was listed, it counts.
+                    pass
+            found = self._present(entry)
+            key = self._key(entry, found.version)
+            have = stored(key) if found.version and self._cache.has(key) else None
+            if have is not None:
+                return have
+            return fetch(found.version, key if self._settled_version(found) else "")
         except NotFound as error:
             raise _missing(path) from error
-        except InexactRange as error:
+        except (InexactRange, PreconditionFailed) as error:
             raise DamagedFile(
                 f"{path} is not the file that was listed any more: {error}"
             ) from error
         except VolumeError as error:
             raise DataError(f"cannot read {path}: {error}") from error
-        return bytes(buffer)
+        except OSError as error:
+            raise DataError(
+                f"{path} ({entry.size_bytes} bytes) cannot be copied to this machine: "
+                f"{error.strerror or error}; make room or set cache_dir"
+            ) from error
+
+    def _present(self, entry: Entry) -> FileStat:
+        path = f"{self._url}/{entry.path}"
+        found = self._stat(entry.path, lambda: _missing(path))
+        if found.is_directory:
+            raise DamagedFile(f"{path} is a directory now, and was a file when it was listed")
+        _check_size(path, entry, found.size_bytes)
+        return found
+
+    def _stat(self, path: str, missing: Callable[[], MissingFile]) -> FileStat:
+        from trainmount_files.errors import NotADirectory, NotFound, VolumeError
+
+        try:
+            return self._open().stat(path)
+        except (NotFound, NotADirectory) as error:
+            raise missing() from error
+        except VolumeError as error:
+            raise DataError(f"cannot read {self._url}/{path}: {error}") from error
+
+    def _download(self, entry: Entry, version: str, copy: Path) -> None:
+        from trainmount_files.errors import LocalError
+        from trainmount_files.transfer import download_file
+        from trainmount_files.volume import FileStat
+
+        known = FileStat(entry.path, False, entry.size_bytes, version=version)
+
+        def download() -> None:
+            try:
+                download_file(self._open(), entry.path, copy, known=known)
+            except LocalError as error:
+                raise OSError(error.errno or errno.EIO, error.reason) from error
+
+        self._cache.making_room(entry.size_bytes, download)
+
+    def _pages(self, directory: str) -> Pages:
+        from trainmount_files.errors import VolumeError
+        from trainmount_files.volume import list_pages
+
+        try:
+            for page in list_pages(self._open(), directory):
+                yield [
+                    Found(
+                        found.name,
+                        found.is_directory,
+                        found.size_bytes,
+                        self._settled_version(found),
+                    )
+                    for found in page.entries
+                ]
+        except VolumeError as error:
+            raise DataError(f"cannot list {self._url}: {error}") from error
+
+    def _settled_version(self, found: FileStat) -> str:
+        """The version, where other bytes would have had another one."""
+        is_new = time.time() - found.mtime_ns / 1e9 < _SETTLED_SECONDS
+        return "" if is_new and self._open().capabilities.coarse_versions else found.version
+
+    def _key(self, entry: Entry, version: str) -> str:
+        return self._cache.key(self._url, entry.path, entry.size_bytes, version)
 
     def _open(self) -> Volume:
         from trainmount_files import open_volume
 
         with self._lock:
-            # A forked process must not share its parent's connections: two would read one socket's
-            # answers.
-            if self._volume is None or self._process != os.getpid():
+            # It makes connections of its own in each process.
+            if self._volume is None:
                 self._volume = open_volume(self._url)
-                self._process = os.getpid()
             return self._volume
 
 
@@ -197,8 +352,34 @@ def open_source(path: str, cache: FileCache) -> Source:
     return VolumeSource(path.rstrip("/"), cache)
 
 
+class _reading:  # noqa: N801 - used as a function; a generator would cost 2 us a sample
+    """Turns what the file system says of one file into our errors."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if not isinstance(error, OSError):
+            return
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise _missing(self._path) from error
+        reason = f"{self._path} cannot be read: {error.strerror or error}"
+        if isinstance(error, PermissionError):
+            raise DataError(reason) from error
+        raise DamagedFile(f"{reason}; restore it, or pass on_error='skip'") from error
+
+
 def _missing(path: str) -> MissingFile:
     return MissingFile(f"{path} was listed and is gone; restore it, or pass on_error='skip'")
+
+
+def _check_kind(path: str, entry: Entry, found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise DamagedFile(f"{path} is a directory now, and was a file when it was listed")
+    _check_size(path, entry, found.st_size)
 
 
 def _check_size(path: str, entry: Entry, size_bytes: int) -> None:
@@ -207,3 +388,52 @@ def _check_size(path: str, entry: Entry, size_bytes: int) -> None:
             f"{path} had {entry.size_bytes} bytes when it was listed, now {size_bytes}; "
             "restore it, or pass on_error='skip'"
         )
+
+
+def _has_content(entry: Entry, pieces: Iterable[bytes]) -> bool:
+    return not entry.checksum or is_right(entry.checksum, pieces)
+
+
+def _check_content(path: str, entry: Entry, pieces: Iterable[bytes]) -> None:
+    if not _has_content(entry, pieces):
+        kind = entry.checksum.partition(":")[0]
+        raise DamagedFile(
+            f"{path} has other bytes than its {kind} says; restore it, or pass on_error='skip'"
+        )
+
+
+def _rest_of(descriptor: int) -> bytes:
+    """A read ends early at 2 GiB, and wherever else the file system likes."""
+    pieces: list[bytes] = []
+    while piece := os.read(descriptor, _AHEAD_BYTES):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _found_of(entry: os.DirEntry[str]) -> Found | None:
+    """None for what is neither a file nor a directory, and for what has just gone."""
+    if entry.is_dir(follow_symlinks=False):
+        return Found(entry.name, is_directory=True)
+    try:
+        return (
+            Found(entry.name, is_directory=False, size_bytes=entry.stat().st_size)
+            if entry.is_file()
+            else None
+        )
+    except FileNotFoundError:
+        return None
+
+
+def _mount_type(directory: Path) -> str | None:
+    """The type of the file system that the directory is on; None where nobody tells."""
+    best, kind = -1, None
+    try:
+        lines = Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        # Blanks in a name are written as \040.
+        point = line.split(" ")[1].replace("\\040", " ")
+        if len(point) >= best and directory.is_relative_to(point):
+            best, kind = len(point), line.split(" ")[2]
+    return kind
