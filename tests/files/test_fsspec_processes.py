@@ -166,6 +166,16 @@ def test_an_explicit_token_is_not_pickled_but_refused(server: LocalServer) -> No
     assert copy.copy(fs) is copy.deepcopy(fs) is fs
 
 
+def test_options_of_a_bucket_stay_in_the_process() -> None:
+    keys = {"access_key_id": "AK", "secret_access_key": TOKEN}
+    fs = VolumesFileSystem(root="s3://bucket/dir", options=keys)
+    assert fs._locations.find("/file").volume._options.storage == keys
+    assert TOKEN not in repr(fs) + fs.to_json() + repr(fs.storage_options)
+    with pytest.raises(pickle.PicklingError, match="the variables of the cloud"):
+        pickle.dumps(fs)
+    assert fs is not VolumesFileSystem(root="s3://bucket/dir", options={"region": "eu-west-1"})
+
+
 def test_a_token_is_shown_nowhere(server: LocalServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     fs = VolumesFileSystem(host=server.url, token=TOKEN)

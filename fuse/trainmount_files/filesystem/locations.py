@@ -43,6 +43,8 @@ class Identity:
     host: str | None = None
     token: str | None = field(default=None, repr=False)
     profile: str | None = None
+    options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Of a bucket, as `open_volume` takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,11 @@ class _SharedVolumes:
             volume: Volume | None = self._volumes.get(key)
             if volume is None:
                 volume = open_volume(
-                    url, host=identity.host, token=identity.token, profile=identity.profile
+                    url,
+                    host=identity.host,
+                    token=identity.token,
+                    profile=identity.profile,
+                    options=dict(identity.options),
                 )
                 self._volumes[key] = volume
             return volume

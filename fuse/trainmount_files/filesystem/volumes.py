@@ -5,11 +5,12 @@ and set of options.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from errno import EPERM
 from hashlib import sha256
 from multiprocessing.context import get_spawning_popen
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from fsspec.spec import make_instance
 
@@ -22,20 +23,23 @@ from trainmount_files.volume import list_directory
 
 __all__ = ["VolumesFileSystem"]
 
+_SECRET: Final = ("token", "options")
+"""Options that are neither shown nor pickled."""
+
 
 class VolumesFileSystem(FileContentsFileSystem):
     """Volumes as fsspec has filesystems. Any thread may use it; may be forked.
 
     Without `root` a path is `/Volumes/<catalog>/<schema>/<volume>/...`, also as
     `volumes:///Volumes/...`. With `root`, any URL that `open_volume` takes, paths are below it.
-    `host`, `token` and `profile` are as in `open_volume`. `parallelism` is how many files are
-    worked on at once, `block_size` the bytes of a block of read-ahead, of which an open file has
-    four at most; 0, which datasets give for a stream, is the default. Listings are kept only with
-    `use_listings_cache`.
+    `host`, `token` and `profile` are as in `open_volume`, and so are `options`, of a `root` that is
+    a bucket. `parallelism` is how many files are worked on at once, `block_size` the bytes of a
+    block of read-ahead, of which an open file has four at most; 0, which datasets give for a
+    stream, is the default. Listings are kept only with `use_listings_cache`.
 
-    An explicit token stays in this process: it is in no `repr`, JSON or `storage_options`, and
-    pickling the object is refused but for a child process that is being spawned. What comes from
-    the environment or a profile is found there by each process itself.
+    An explicit token, and `options`, stay in this process: they are in no `repr`, JSON or
+    `storage_options`, and pickling the object is refused but for a child process that is being
+    spawned. What comes from the environment or a profile is found there by each process itself.
     """
 
     protocol = "volumes"
@@ -48,6 +52,7 @@ class VolumesFileSystem(FileContentsFileSystem):
         host: str | None = None,
         token: str | None = None,
         profile: str | None = None,
+        options: Mapping[str, str] | None = None,
         parallelism: int = 16,
         block_size: int | None = None,
         use_listings_cache: bool = False,
@@ -69,18 +74,19 @@ class VolumesFileSystem(FileContentsFileSystem):
         self.parallelism = parallelism
         if block_size:
             self.blocksize = block_size
-        self._token = token
-        self._locations = Locations(root, Identity(host=host, token=token, profile=profile))
+        given = {"token": token, "options": options}
+        self._secrets = {name: value for name, value in given.items() if value}
+        settings = tuple(sorted((options or {}).items()))
+        identity = Identity(host=host, token=token, profile=profile, options=settings)
+        self._locations = Locations(root, identity)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = dict(self.storage_options)
-        if self._token is not None:
-            if get_spawning_popen() is None:
-                raise pickle.PicklingError(
-                    "an explicit token is not pickled; let each process find it: set "
-                    "DATABRICKS_TOKEN, or a profile in ~/.databrickscfg"
-                )
-            options["token"] = self._token
+        if self._secrets and get_spawning_popen() is None:
+            raise pickle.PicklingError(
+                "an explicit token, or options, are not pickled; let each process find them: set "
+                "DATABRICKS_TOKEN, or a profile in ~/.databrickscfg; the variables of the cloud"
+            )
+        options = self.storage_options | self._secrets
         return make_instance, (type(self), self.storage_args, options)
 
     def __copy__(self) -> VolumesFileSystem:
@@ -91,12 +97,12 @@ class VolumesFileSystem(FileContentsFileSystem):
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The options that the object was made with, but for the token."""
+        """The options that the object was made with, but for what may be secret."""
         return self._options
 
     @storage_options.setter
     def storage_options(self, options: dict[str, Any]) -> None:
-        self._options = {name: value for name, value in options.items() if name != "token"}
+        self._options = {name: value for name, value in options.items() if name not in _SECRET}
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
