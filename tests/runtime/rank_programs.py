@@ -49,6 +49,7 @@ def train(arguments: dict[str, Any]) -> None:
     model = _model(arguments)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
+    saved = model.module if arguments.get("save_inner") else model
     consumed: list[str] = []
     lines = root / "consumed"
 
@@ -62,7 +63,7 @@ def train(arguments: dict[str, Any]) -> None:
 
     with Checkpointer(
         root / "checkpoints",
-        state={"model": model, "optimizer": optimizer, "schedule": schedule},
+        state={"model": saved, "optimizer": optimizer, "schedule": schedule},
         loader=loader,
         every_steps=arguments.get("every_steps"),
         every_minutes=arguments.get("every_minutes"),

@@ -89,8 +89,11 @@ def test_a_rank_killed_inside_a_save_loses_only_that_save(
     assert _is_equal(_final(tmp_path), _final(undisturbed))
 
 
-def test_static_graph_a_resumed_job_is_equal_bit_for_bit(tmp_path: Path, run_ranks: Any) -> None:
-    options = {**JOB, "ddp": {"static_graph": True}}
+@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}])
+def test_a_job_that_saves_what_stands_in_the_ddp_resumes_equal_bit_for_bit(
+    ddp: dict[str, bool], tmp_path: Path, run_ranks: Any
+) -> None:
+    options = {**JOB, "ddp": ddp, "save_inner": True}
     for name in ("undisturbed", "stopped"):
         (tmp_path / name).mkdir()
         _make_data(tmp_path / name)

@@ -10,6 +10,7 @@ the checkpoint, and a fresh DDP is led through it before the first step, with gr
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -20,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPSink
 from torch.utils.hooks import RemovableHandle
 
+from trainmount.distributed import grid_of_process
+
 __all__ = ["GradientOrder"]
 
 _ORDER: Final = "order"
@@ -29,8 +32,8 @@ _NUM_PASSES: Final = "passes"
 class GradientOrder:
     """The order of the gradients of one model, watched in the first backward passes.
 
-    A model that is no DDP, or one that never makes new buckets (`find_unused_parameters=True`), has
-    none.
+    A model that is no DDP and stands in none, or one that never makes new buckets
+    (`find_unused_parameters=True`), has none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,12 +41,11 @@ class GradientOrder:
         self._parameters: list[nn.Parameter] = []
         self._ready: list[int] = []
         self._hooks: list[RemovableHandle] = []
-        if not isinstance(model, DistributedDataParallel):
+        found = model if isinstance(model, DistributedDataParallel) else _wrapper_of(model)
+        if found is None or (found.find_unused_parameters and not found.static_graph):
             return
-        if model.find_unused_parameters and not model.static_graph:
-            return
-        self._model = model
-        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._model = found
+        self._parameters = [one for one in found.parameters() if one.requires_grad]
         for number, parameter in enumerate(self._parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._note(number))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
@@ -105,3 +107,19 @@ class GradientOrder:
         # As DDP's forward does: with a static graph, the first pass is reduced at its end.
         (loss,) = _DDPSink.apply(weakref.ref(model), last.sum() * 0)
         loss.backward()
+
+
+def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP that the model stands in: programs save the one or the other.
+
+    A module does not know what it is part of, so all objects are looked through, once and only
+    where there are enough ranks for the order to matter.
+    """
+    if grid_of_process()[1] <= 2:
+        return None
+    for one in gc.get_objects():
+        # Not isinstance, which asks proxies, whose object may be gone.
+        if issubclass(type(one), DistributedDataParallel) and one.module is model:
+            found: DistributedDataParallel = one
+            return found
+    return None
