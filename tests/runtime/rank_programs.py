@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from trainmount.checkpoint import Checkpointer
@@ -245,6 +246,21 @@ def consume(arguments: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def stream(arguments: dict[str, Any]) -> None:
+    """Iterate files directly, in torch's own loader; write down what this rank was given."""
+    me = world()
+    root = Path(arguments["root"])
+    early = UCVolumeDataset(str(root / "data"))
+    _join(me.rank, me.world_size)
+    for made, dataset in [("early", early), ("late", UCVolumeDataset(str(root / "data")))]:
+        loader = TorchDataLoader(
+            dataset, 1, num_workers=1, multiprocessing_context=arguments["method"]
+        )
+        names = [Path(path).name for [path] in loader]
+        (root / f"{made}-{me.rank}").write_text(" ".join(names))
+    dist.destroy_process_group()
+
+
 def read_batch(paths: list[str]) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     contents = [Path(path).read_bytes() for path in paths]
     inputs = torch.tensor([[byte / 255 for byte in content[:8]] for content in contents])
@@ -267,6 +283,7 @@ PROGRAMS = {
     "count_on": count_on,
     "disagree": disagree,
     "skip": skip,
+    "stream": stream,
     "train": train,
 }
 

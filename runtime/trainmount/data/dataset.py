@@ -148,7 +148,8 @@ class UCVolumeDataset(IterableDataset[Any]):
 
     def grid(self) -> Grid:
         """This process's place among those that share the files."""
-        if self.distributed and get_worker_info() is None:
+        # A forked loader worker has its rank's process group, another one what was pickled for it.
+        if self.distributed and (is_distributed() or get_worker_info() is None):
             rank, world_size = grid_of_process()
             self._grid = Grid(rank, world_size)
         return self._grid
