@@ -127,7 +127,7 @@ class Checkpointer:
                 way: another one waits for it. An error is raised by the next call of `step`,
                 `save`, `wait` or `close`.
             on_sigterm: at SIGTERM to any rank, the next `step` saves on all ranks and exits with
-                EXIT_CODE_ON_SIGTERM. It costs one all-reduce of sixteen bytes a step, as
+                EXIT_CODE_ON_SIGTERM. It costs one all-reduce of twelve bytes a step, as
                 `every_minutes` and a save on its way do.
             before_commit: called on each rank with the step, when its part is written and before
                 the checkpoint counts (with `asynchronous`, before anything is written): the place

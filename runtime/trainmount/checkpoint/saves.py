@@ -39,11 +39,11 @@ class SaveMetrics:
     """Of all files of all ranks."""
 
     seconds: float
-    """From the call to the commit, on the first rank."""
+    """From taking the values to the commit, on the first rank."""
 
     blocked_seconds: float
-    """How long training stood still on this rank: `seconds`, or with an asynchronous save what the
-    copy of the values took, and the wait for the save before it.
+    """How long training stood still on this rank: all of it, or with an asynchronous save for the
+    copy of the values, and for the save before it.
     """
 
     number: int
