@@ -31,7 +31,7 @@ test-cluster:  ## a real Kubernetes: the project's own on this machine, or the o
 	@.ci/bootstrap dev
 	$(PYTHON) -m pytest -q tests/cluster
 
-test-external:  ## suites from elsewhere: csi-sanity, stress-ng and fio on a mount, a real S3 server, the databricks SDK in several versions
+test-external:  ## suites from elsewhere: csi-sanity, stress-ng and fio on a mount, a real S3 server, Ray Data jobs that are killed, the databricks SDK in several versions
 	@.ci/bootstrap dev programs
 	$(PYTHON) -m pytest -q tests/external
 	$(PYTHON) -m pytest -q tests/files/test_volume_contract.py --real-bucket
