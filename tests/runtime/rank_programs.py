@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -61,6 +62,8 @@ def train(arguments: dict[str, Any]) -> None:
             raise OSError(28, "No space left on device")
         (lines / f"{step:04d}-{me.rank}").write_text("".join(consumed))
         consumed.clear()
+        if step == arguments.get("disk_full_at") and me.rank == arguments["die_on_rank"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
 
     with Checkpointer(
         root / "checkpoints",

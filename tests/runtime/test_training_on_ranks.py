@@ -149,11 +149,16 @@ def test_fsdp_resumed_on_the_same_ranks_is_equal_bit_for_bit_and_on_others_from_
     assert _is_equal(torch.load(on_two / "begun"), torch.load(stopped / "begun"))
 
 
-def test_an_error_on_one_rank_fails_the_save_on_all(tmp_path: Path, run_ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("failure", "asynchronous"),
+    [("raise_in_save_at", False), ("raise_in_save_at", True), ("disk_full_at", True)],
+)
+def test_an_error_on_one_rank_fails_the_save_on_all(
+    failure: str, asynchronous: bool, tmp_path: Path, run_ranks: Any
+) -> None:
     _make_data(tmp_path)
-    codes = run_ranks(
-        "train", 2, root=str(tmp_path), every_steps=2, raise_in_save_at=2, die_on_rank=1, **JOB
-    )
+    options = {**JOB, "every_steps": 2, "asynchronous": asynchronous, failure: 2, "die_on_rank": 1}
+    codes = run_ranks("train", 2, root=str(tmp_path), **options)
     assert codes == [1, 1]
     assert not list((tmp_path / "checkpoints").glob("*/commit.json"))
 

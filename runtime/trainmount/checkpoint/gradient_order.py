@@ -65,12 +65,12 @@ class GradientOrder:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Make the buckets that the saved run had; its gradients stay as they are.
 
-        Nothing happens to a model that has made a backward pass already, or has other parameters.
-        Called on all ranks: DDP reduces the zeros.
+        Nothing happens to a model that has made a backward pass already, has other parameters, or
+        treats its gradients in a way of its own. Called on all ranks: DDP reduces the zeros.
         """
         order = state[_ORDER]
         fits = sorted(order) == list(range(len(self._parameters)))
-        if self._model is None or self._ready or not fits:
+        if self._model is None or self._ready or not fits or not _is_plain(self._model):
             return
         gradients = [one.grad for one in self._parameters]
         for _ in range(state[_NUM_PASSES]):
@@ -107,6 +107,16 @@ class GradientOrder:
         # As DDP's forward does: with a static graph, the first pass is reduced at its end.
         (loss,) = _DDPSink.apply(weakref.ref(model), last.sum() * 0)
         loss.backward()
+
+
+def _is_plain(model: DistributedDataParallel) -> bool:
+    """Whether a gradient of zero is a gradient like any other: dense, and not seen by a hook that
+    keeps something of it.
+    """
+    if model.mixed_precision is not None or model._comm_hooks or model._use_python_reducer:
+        return False
+    embeddings = (one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+    return not any(one.sparse for one in embeddings)
 
 
 def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
