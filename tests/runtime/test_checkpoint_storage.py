@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import dataclasses
+import inspect
 import json
 import logging
 import resource
@@ -17,9 +18,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
+from trainmount.checkpoint.checksums import CRC32
 from trainmount.checkpoint.generations import SkippedGeneration, inspect_generations
-from trainmount.checkpoint.layout import CommitRecord
+from trainmount.checkpoint.layout import CommitRecord, StoredFile
 from trainmount.checkpoint.stores import DirectoryStore
 from trainmount.data import UCVolumeReader, UCVolumeWriter
 from trainmount.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
@@ -107,21 +110,6 @@ def test_one_writer_and_one_reader_see_each_save_anew(tmp_path: Path) -> None:
         assert is_same(state, some_state(number))
 
 
-def test_an_asynchronous_save_has_the_values_as_of_the_call(tmp_path: Path) -> None:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        state = some_state(4.0)
-        expected = copy.deepcopy(state)
-        saving: Any = dcp.async_save(state, storage_writer=UCVolumeWriter(tmp_path))
-        state["weights"].zero_()
-        saving.result()
-        assert is_same(load(tmp_path), expected)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_the_newest_few_are_kept(tmp_path: Path) -> None:
     generations = [save(tmp_path, number, keep_last=2) for number in (1.0, 2.0, 3.0, 4.0)]
     assert sorted(path.name for path in tmp_path.iterdir()) == generations[2:]
@@ -134,7 +122,7 @@ def test_many_saves_leave_memory_and_disk_flat(tmp_path: Path) -> None:
     logging.disable()  # pytest keeps every record, and DCP logs many
     tracemalloc.start()
     try:
-        for number in range(30):
+        for number in range(50):
             dcp.save({"weights": torch.full((100, 100), float(number))}, storage_writer=writer)
             disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
             sizes.append((tracemalloc.get_traced_memory()[0], disk))
@@ -263,16 +251,93 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
     path = tmp_path / generation / "metadata"
     path.write_bytes(pickle.dumps(print))
     record_path = tmp_path / generation / "commit.json"
-    record = json.loads(record_path.read_text())
-    for file in record["files"]:
-        if file["name"] == "metadata":
-            file["size_bytes"] = path.stat().st_size
-            file["checksum"] = f"xxh3:{xxhash.xxh3_64_hexdigest(path.read_bytes())}"
-    record_path.write_text(json.dumps(record))
+    record = CommitRecord.from_json(record_path.read_bytes(), "here")
+    checksum = f"xxh3:{xxhash.xxh3_64_hexdigest(path.read_bytes())}"
+    files = [file for file in record.files if file.name != "metadata"]
+    files.append(StoredFile("metadata", path.stat().st_size, checksum))
+    record_path.write_bytes(dataclasses.replace(record, files=tuple(files)).to_json())
     with pytest.raises(
         CheckpointException, match=r"builtins.print does not belong into checkpoint"
     ):
         load(tmp_path)
+
+
+def test_the_arguments_of_torch_are_taken_or_refused_by_name(tmp_path: Path) -> None:
+    taken: dict[str, Any] = {
+        "single_file_per_rank": True,
+        "sync_files": False,
+        "thread_count": 2,
+        "per_thread_copy_ahead": 0,
+        "overwrite": True,
+        "cache_staged_state_dict": False,
+        "_extensions": [],
+        "serialization_format": SerializationFormat.TORCH_SAVE,
+    }
+    arguments = set(inspect.signature(dcp.FileSystemWriter.__init__).parameters)
+    assert arguments - {"self", "path"} == set(taken)
+    save(tmp_path, **taken)
+    assert is_same(load(tmp_path), some_state())
+    with pytest.raises(ValueError, match=r"serialization_format: .*SAFETENSORS cannot be written"):
+        UCVolumeWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(ValueError, match="_extensions: checkpoints store bytes as they are"):
+        UCVolumeWriter(tmp_path, _extensions=[object()])
+    with pytest.raises(ValueError, match="per_thread_copy_ahead must not be negative: -1"):
+        UCVolumeWriter(tmp_path, per_thread_copy_ahead=-1)
+    with pytest.raises(ValueError, match="_extension_registry: extensions are not read"):
+        UCVolumeReader(tmp_path, _extension_registry=object())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'compression'"):
+        UCVolumeWriter(tmp_path, compression="gzip")  # type: ignore[call-arg]
+    reader_arguments = set(inspect.signature(dcp.FileSystemReader.__init__).parameters)
+    assert reader_arguments <= set(inspect.signature(UCVolumeReader.__init__).parameters)
+
+
+def test_a_checkpoint_of_the_first_layout_version_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainmount.checkpoint.writer.best_algorithm", lambda: CRC32)
+    generation = save(tmp_path, thread_count=2)
+    path = tmp_path / generation / "commit.json"
+    record = json.loads(path.read_text())
+    assert record["version"] == 2
+    assert record["algorithm"] == "crc32"
+    # As it was written then.
+    del record["algorithm"], record["checksum"]
+    path.write_text(json.dumps({**record, "version": 1}, indent=1) + "\n")
+    assert is_same(load(tmp_path), some_state())
+    flip(tmp_path / generation / "r00000-000.bin", 0)
+    with pytest.raises(CheckpointException, match=r"r00000-000.bin is damaged"):
+        load(tmp_path)
+    path.write_text(json.dumps({**record, "version": 3}, indent=1) + "\n")
+    with pytest.raises(CheckpointException, match="is not a commit record of version 1 to 2"):
+        load(tmp_path)
+
+
+def test_tensors_that_do_not_lie_as_they_are_stored_are_copied_in_small_pieces(
+    tmp_path: Path,
+) -> None:
+    turned = torch.arange(6_000_000.0).reshape(2000, 3000).t()
+    state = {
+        "turned": turned,
+        "every third": torch.arange(9_000_001)[::3],
+        "conjugated": torch.full((5, 2), 1 + 2j).conj(),
+        "broad": torch.arange(300_000.0).expand(4, 300_000),
+    }
+    tracemalloc.start()
+    dcp.save(state, storage_writer=UCVolumeWriter(tmp_path, per_thread_copy_ahead=300_000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4_000_000
+    found = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in state.items()}
+    found["turned"] = torch.zeros(2000, 3000).t()
+    dcp.load(found, storage_reader=UCVolumeReader(tmp_path))
+    assert is_same(found, state)
+
+
+def test_a_load_puts_values_into_another_dtype(tmp_path: Path) -> None:
+    save(tmp_path)
+    found = {"weights": torch.zeros(300, 500, dtype=torch.float64)}
+    dcp.load(found, storage_reader=UCVolumeReader(tmp_path))
+    assert torch.equal(found["weights"], torch.ones(300, 500, dtype=torch.float64))
 
 
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:

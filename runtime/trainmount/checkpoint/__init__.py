@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainmount.checkpoint.checkpointer import EXIT_CODE_ON_SIGTERM, Checkpointer, Resumed
     from trainmount.checkpoint.reader import UCVolumeReader
     from trainmount.checkpoint.saves import SaveMetrics
+    from trainmount.checkpoint.torch_format import load_file
     from trainmount.checkpoint.writer import UCVolumeWriter
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "SaveMetrics",
     "UCVolumeReader",
     "UCVolumeWriter",
+    "load_file",
 ]
 
 if importlib.util.find_spec("torch") is None:
@@ -36,6 +38,7 @@ _MODULES: Final = {
     "SaveMetrics": "trainmount.checkpoint.saves",
     "UCVolumeReader": "trainmount.checkpoint.reader",
     "UCVolumeWriter": "trainmount.checkpoint.writer",
+    "load_file": "trainmount.checkpoint.torch_format",
 }
 
 

@@ -104,8 +104,11 @@ class CommitRecord:
     """The caller's own, JSON-able; the checkpointer keeps the step here."""
 
     def to_json(self) -> bytes:
+        """The file's content; the last line but one is the CRC-32 of what stands before it."""
         described = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(self)}
-        return (json.dumps(described, indent=1) + "\n").encode("utf-8")
+        body = json.dumps(described, indent=1)
+        checksum = CRC32.text(CRC32.of(body.encode("utf-8")))
+        return f'{body[:-2]},\n "checksum": "{checksum}"\n}}\n'.encode()
 
     @classmethod
     def from_json(cls, text: bytes, where: str) -> CommitRecord:
@@ -117,13 +120,18 @@ class CommitRecord:
                 raise DamagedCheckpoint(
                     f"{where}: is not a commit record of version {_FIRST_VERSION} to {_VERSION}"
                 )
-            return cls(
+            record = cls(
                 generation=described["generation"],
                 world_size=int(described["world_size"]),
                 files=tuple(StoredFile(**file) for file in described["files"]),
                 algorithm=str(described["algorithm"]) if version > _FIRST_VERSION else CRC32.name,
                 extra=dict(described["extra"]),
             )
+            if version > _FIRST_VERSION and record.to_json() != text:
+                raise DamagedCheckpoint(
+                    f"{where} is damaged: its bytes do not match its own checksum"
+                )
+            return record
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedCheckpoint(f"{where}: is not a commit record: {error!r}") from error
 

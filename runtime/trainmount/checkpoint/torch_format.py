@@ -126,10 +126,10 @@ def read_torch_items(
 
 def _read_item(file: IO[bytes], path: str, request: ReadItem, planner: LoadPlanner) -> None:
     name = request.storage_index.fqn
-    if request.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(request, io.BytesIO(file.read()))
-        return
     try:
+        if request.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(request, io.BytesIO(file.read()))
+            return
         tensor = torch.load(file, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
         raise DamagedCheckpoint(f"{path} is damaged: {name} cannot be read: {error}") from error

@@ -67,7 +67,9 @@ class VolumeStore:
     def piece_bytes(self, file_bytes: int) -> int:
         can = self._volume.capabilities
         least = -(-file_bytes // can.max_parts)
-        return max(can.part_bytes, min(-(-least // MIB) * MIB, can.max_part_bytes))
+        if least <= can.part_bytes:
+            return can.part_bytes
+        return min(-(-least // MIB) * MIB, can.max_part_bytes)
 
     def write(
         self,

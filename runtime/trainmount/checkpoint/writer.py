@@ -183,9 +183,6 @@ class UCVolumeWriter(StorageWriter, BlockingAsyncStager):
         return staged
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._has_begun.set()
-        is_asynchronous = threading.current_thread() is not threading.main_thread()
-        self._saver = threading.current_thread() if is_asynchronous else None
         if checkpoint_id:
             self._path = os.fspath(checkpoint_id)
             self._store = None
@@ -200,6 +197,9 @@ class UCVolumeWriter(StorageWriter, BlockingAsyncStager):
             raise CheckpointError(
                 "use_collectives=False cannot be committed as a whole; save with collectives"
             )
+        is_asynchronous = threading.current_thread() is not threading.main_thread()
+        self._saver = threading.current_thread() if is_asynchronous else None
+        self._has_begun.set()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
