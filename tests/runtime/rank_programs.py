@@ -5,11 +5,13 @@ torchrun with a program's name and its arguments as JSON.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,14 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from trainmount.checkpoint import Checkpointer
-from trainmount.data import DataLoader, UCVolumeDataset
+from trainmount.checkpoint.stores import DirectoryStore, GivenUp
+from trainmount.data import DataLoader, UCVolumeDataset, UCVolumeReader, UCVolumeWriter
 from trainmount.errors import CheckpointError, StateMismatch
 from trainmount.run import world
 
@@ -264,6 +272,87 @@ def stream(arguments: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def save_with_a_failure(arguments: dict[str, Any]) -> None:
+    """Save where a thread of one rank fails and all other writes wait until they are stopped; write
+    down what each rank was told.
+    """
+    me = world()
+    _join(me.rank, me.world_size)
+    root = Path(arguments["root"])
+    was_stopped = []
+    fails = threading.Event()
+
+    def write(name: str, pieces: Any, stop: threading.Event, **_options: Any) -> None:
+        if me.rank == arguments["failed_rank"] and name.endswith("-001.bin"):
+            fails.wait(60)
+            raise OSError(28, "No space left on device")
+        fails.set()
+        was_stopped.append(stop.wait(60))
+        raise GivenUp("the save was given up")
+
+    store = DirectoryStore(root / "saved")
+    store.write = write  # type: ignore[method-assign]
+    writer = UCVolumeWriter(root / "saved", thread_count=2)
+    writer._store = store
+    # Each rank has two files.
+    state = {f"tensor-{me.rank}-{number}": torch.ones(5) for number in range(2)}
+    reasons = {}
+    try:
+        save(state, storage_writer=writer)
+    except CheckpointException as error:
+        reasons = {
+            rank: f"{type(failure).__name__}: {failure}"
+            for rank, (failure, _) in error.failures.items()
+        }
+    answer = {"was_stopped": was_stopped and all(was_stopped), "reasons": reasons}
+    (root / f"failed-{me.rank}").write_text(json.dumps(answer))
+    dist.destroy_process_group()
+
+
+_SHARDED = {"weights": (6001, 1000), "bias": (1_500_001,), "small": (10, 3)}
+
+
+def _sharded_state(is_empty: bool) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(
+            torch.zeros(shape)
+            if is_empty
+            else torch.arange(float(math.prod(shape))).reshape(shape),
+            mesh,
+            [Shard(0)],
+        )
+        for name, shape in _SHARDED.items()
+    }
+
+
+def save_sharded(arguments: dict[str, Any]) -> None:
+    """Save tensors whose rows are distributed over the ranks."""
+    me = world()
+    _join(me.rank, me.world_size)
+    writer = UCVolumeWriter(Path(arguments["root"]) / "saved", thread_count=2)
+    save(_sharded_state(is_empty=False), storage_writer=writer)
+    dist.destroy_process_group()
+
+
+def load_sharded(arguments: dict[str, Any]) -> None:
+    """Load them; write down how many bytes a rank needed and read."""
+    me = world()
+    _join(me.rank, me.world_size)
+    root = Path(arguments["root"])
+    state, expected = _sharded_state(is_empty=True), _sharded_state(is_empty=False)
+    reader = UCVolumeReader(root / "saved")
+    load(state, storage_reader=reader)
+    local = {name: one.to_local() for name, one in state.items()}
+    answer = {
+        "is_right": all(torch.equal(local[name], expected[name].to_local()) for name in local),
+        "needed": sum(one.nbytes for one in local.values()),
+        "read": reader.num_bytes_read,
+    }
+    (root / f"loaded-{me.rank}").write_text(json.dumps(answer))
+    dist.destroy_process_group()
+
+
 def read_batch(paths: list[str]) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     contents = [Path(path).read_bytes() for path in paths]
     inputs = torch.tensor([[byte / 255 for byte in content[:8]] for content in contents])
@@ -282,6 +371,9 @@ def _join(rank: int, world_size: int) -> None:
 
 
 PROGRAMS = {
+    "load_sharded": load_sharded,
+    "save_sharded": save_sharded,
+    "save_with_a_failure": save_with_a_failure,
     "consume": consume,
     "count_on": count_on,
     "disagree": disagree,

@@ -173,7 +173,7 @@ def test_a_flipped_byte_is_refused_and_file_and_tensor_are_named(tmp_path: Path)
     (cause, _) = failure.value.failures[0]
     assert isinstance(cause, DamagedCheckpoint)
     assert f"{shard} is damaged: weights does not match" in str(cause)
-    assert "from byte 262144" in str(cause)
+    assert "in the 8192 bytes from byte 393216" in str(cause)
 
 
 @pytest.mark.parametrize("name", ["r00000-000.bin", "metadata"])

@@ -49,17 +49,18 @@ class _Piece:
 
     @property
     def first_block(self) -> int:
-        return self.start // BLOCK_BYTES
+        return self.start // self.item.block_bytes
 
     @property
     def begin(self) -> int:
         """In the file, of the first block."""
-        return self.item.offset + self.first_block * BLOCK_BYTES
+        return self.item.offset + self.first_block * self.item.block_bytes
 
     @property
     def finish(self) -> int:
         """In the file, after the last block."""
-        rounded = -(-self.end // BLOCK_BYTES) * BLOCK_BYTES
+        size = self.item.block_bytes
+        rounded = -(-self.end // size) * size
         return self.item.offset + min(rounded, self.item.length)
 
     @property
@@ -204,7 +205,7 @@ class _Reader:
         for piece in job.pieces:
             blocks = scratch[piece.begin - job.begin : piece.finish - job.begin]
             self._verify(piece, blocks)
-            start = piece.start - piece.first_block * BLOCK_BYTES
+            start = piece.start - piece.first_block * piece.item.block_bytes
             data = blocks[start : start + piece.end - piece.start]
             if isinstance(piece.target, memoryview):
                 piece.target[:] = data
@@ -219,9 +220,10 @@ class _Reader:
             raise DamagedCheckpoint(f"{error}; {job.pieces[0].name} is in it") from error
 
     def _verify(self, piece: _Piece, blocks: memoryview) -> None:
-        for number, block in enumerate(blocks_of(blocks), start=piece.first_block):
+        size = piece.item.block_bytes
+        for number, block in enumerate(blocks_of(blocks, size), start=piece.first_block):
             if self._algorithm.of(block) != piece.item.checksums[number]:
-                at = piece.item.offset + number * BLOCK_BYTES
+                at = piece.item.offset + number * size
                 raise DamagedCheckpoint(
                     f"{self._path} is damaged: {piece.name} does not match its checksum in the "
                     f"{len(block)} bytes from byte {at}"

@@ -25,6 +25,7 @@ from trainmount.checkpoint.layout import (
     BLOCK_BYTES,
     StoredFile,
     StoredItem,
+    block_bytes_of,
     blocks_of,
     shard_name,
 )
@@ -193,8 +194,9 @@ class _Shard:
         of = self._options.algorithm.of
         for request in requests:
             item, pieces = self._begin(request, planner, piece_bytes)
+            block_bytes = block_bytes_of(item.length)
             for piece in pieces:
-                for block in blocks_of(piece):
+                for block in blocks_of(piece, block_bytes):
                     item.checksums.append(of(block))
                     self._checksum.update(block)
                 yield piece
