@@ -173,9 +173,8 @@ def test_an_epoch_left_early_begins_anew_and_a_state_is_loaded_in_place(num_work
     third = [next(left), next(left)]
     assert list(loader)[:2] == third
     assert loader.epoch == 3
-    if num_workers:
-        with pytest.raises(RuntimeError, match="ended when another one began"):
-            next(left)
+    with pytest.raises(RuntimeError, match="ended when another one began"):
+        next(left)
     batches = iter(loader)
     fourth = [next(batches), next(batches)]
     state = saved(loader)
@@ -292,10 +291,22 @@ class Stateless(IterableDataset[int]):
 def test_datasets_without_a_state_load_as_in_torch_and_are_refused_by_name() -> None:
     loader = loader_over(Stateless(), num_workers=1)
     assert list(loader) == [[0, 1, 2], [3, 4]]
-    with pytest.raises(TypeError, match=r"IterableDataset with state_dict .* not of Stateless"):
+    with pytest.raises(TypeError, match=r"IterableDataset with state_dict\(\) .* not of Stateless"):
         loader.state_dict()
     with pytest.raises(TypeError, match="not of Stateless"):
         loader.load_state_dict({"version": 1})
+
+
+class Told(Numbers):
+    def state_dict(self, num_samples: int) -> dict[str, Any]:  # type: ignore[override]
+        return {"num_samples": num_samples}
+
+
+def test_a_dataset_that_has_to_be_told_its_progress_loads_and_is_refused_a_state() -> None:
+    loader = loader_over(Told(5), num_workers=0)
+    assert sorted(chain.from_iterable(loader)) == list(range(5))
+    with pytest.raises(TypeError, match="not of Told"):
+        loader.state_dict()
 
 
 class Broken(Numbers):

@@ -12,6 +12,7 @@ workers, and the loader keeps the state of each worker's replica (`iterables`).
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -134,7 +135,7 @@ class DataLoader(TorchDataLoader[Any]):
             dataset.agree()
             options = self._options_for_files(dataset, batch_size, options)
             dataset = Fetching(dataset)
-        elif isinstance(dataset, IterableDataset) and isinstance(dataset, Checkpointable):
+        elif isinstance(dataset, IterableDataset) and _tells_its_state(dataset):
             self._replicas = Replicas(dataset, num_workers, batch_size, drop_last=drop_last)
             options = self._options_for_replicas(self._replicas, batch_size, options)
             dataset = self._replicas.replica
@@ -358,7 +359,7 @@ class DataLoader(TorchDataLoader[Any]):
 
     def _alone(self, batches: Iterator[Any], run: int) -> Iterator[Any]:
         """The same batches, as long as no other iteration has begun: it would get some of them."""
-        while self.num_workers == 0 or run == self._run:
+        while run == self._run:
             try:
                 batch = next(batches)
             except StopIteration:
@@ -414,7 +415,8 @@ class DataLoader(TorchDataLoader[Any]):
             )
         raise TypeError(
             "the loader keeps the progress of a UCVolumeDataset, or of an IterableDataset with "
-            f"state_dict and load_state_dict, not of {type(self.dataset).__name__}"
+            "state_dict() and load_state_dict(state), not of "
+            f"{type(self.dataset).__name__}"
         )
 
     def _gauges(self) -> dict[str, float]:
@@ -432,6 +434,19 @@ def _is_read_by_position(dataset: Any) -> TypeGuard[UCVolumeDataset]:
     return (
         isinstance(dataset, UCVolumeDataset) and type(dataset).__iter__ is UCVolumeDataset.__iter__
     )
+
+
+def _tells_its_state(dataset: Any) -> bool:
+    """True for a Checkpointable. Not for classes whose `state_dict` has to be told the progress:
+    their libraries have loaders of their own for them.
+    """
+    if not isinstance(dataset, Checkpointable):
+        return False
+    try:
+        inspect.signature(dataset.state_dict).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _length(loader: DataLoader) -> int | None:
