@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import tarfile
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,45 @@ def test_hugging_face_datasets_resume_and_their_later_epochs_are_whole(num_worke
         expected = [one for one in (epochs[epoch][stop:], *epochs[epoch + 1 :]) if one]
         for rest in expected[:2]:
             assert [batch["x"].tolist() for batch in other] == rest
+
+
+class Samples(IterableDataset[str]):
+    """A user's class around a WebDataset, which has no state: counts, and skips the counted."""
+
+    def __init__(self, shards: list[str]) -> None:
+        self.shards = shards
+        self.delivered = self.resume_at = 0
+
+    def __iter__(self) -> Iterator[str]:
+        import webdataset
+
+        pipeline = webdataset.WebDataset(self.shards, shardshuffle=False)
+        self.delivered, self.resume_at = self.resume_at, 0
+        for sample in islice(pipeline, self.delivered, None):
+            self.delivered += 1
+            yield sample["__key__"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"delivered": self.delivered}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.resume_at = state_dict["delivered"]
+
+
+def test_a_class_around_a_webdataset_resumes(tmp_path: Path) -> None:
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for number in range(5):
+                tar.addfile(tarfile.TarInfo(f"{shard}{number}.txt"))
+    shards = [str(tmp_path / f"{shard}.tar") for shard in range(2)]
+    loader = loader_over(Samples(shards), num_workers=2)
+    batches = iter(loader)
+    delivered = [next(batches), next(batches), next(batches)]
+    assert delivered == [["00", "01", "02"], ["10", "11", "12"], ["03", "04"]]
+    resumed = loader_over(Samples(shards), num_workers=2)
+    resumed.load_state_dict(saved(loader))
+    assert list(resumed) == [["13", "14"]]
+    assert list(resumed) == [*delivered, ["13", "14"]]
 
 
 class Shards(IterableDataset[str]):
