@@ -21,6 +21,7 @@ import ray
 from ray.data import DataContext
 from ray.data.checkpoint import CheckpointConfig
 from ray.data.datasource import FilenameProvider
+from ray.data.expressions import col
 
 from trainmount.ray import (
     build_checkpoint_filesystem,
@@ -84,6 +85,8 @@ def dataset_of(job: dict[str, Any]) -> Any:
         )
     if job["plan"] == "shuffle":
         dataset = dataset.random_shuffle()
+    if job["plan"] == "filter":
+        dataset = dataset.filter(expr=col("x") >= 10)
     if job["plan"] == "select":
         dataset = dataset.select_columns(["x", "file"])
     transform = Transform(job["gate"], job["poison"], job["change"], job["log"])

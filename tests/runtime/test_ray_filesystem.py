@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec.config
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -161,6 +162,70 @@ def test_a_commit_that_was_made_is_not_missed_by_its_repetition(place: tuple[Any
     filesystem.move(f"{folder}/a.pending.parquet", f"{folder}/a.parquet")
     with pytest.raises(FileNotFoundError):
         filesystem.move(f"{folder}/b.pending.parquet", f"{folder}/b.parquet")
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+class Dying:
+    """An fsspec filesystem that is gone before its `num_calls`-th call."""
+
+    def __init__(self, filesystem: Any, num_calls: int) -> None:
+        self._filesystem = filesystem
+        self.left = num_calls
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return getattr(self._filesystem, name)(*args, **kwargs)
+
+        return call
+
+
+def write_as_a_task(filesystem: Any, folder: str, data: Path, ids: list[str]) -> None:
+    write_ids(filesystem, f"{folder}/part-1.pending.parquet", ids)
+    file = data / "part-1-0.parquet"
+    file.write_text("half")
+    if not filesystem.handler.fs.exists(folder):
+        raise Killed
+    file.write_text("whole")
+    filesystem.move(f"{folder}/part-1.pending.parquet", f"{folder}/part-1.parquet")
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_task_that_is_killed_at_any_call_has_committed_whole_data_or_left_none(
+    place: tuple[Any, str], tmp_path: Path, repeats: int
+) -> None:
+    filesystem, folder = place
+    data = tmp_path / "out"
+    data.mkdir()
+    num_calls, endings = 0, []
+    while True:
+        task = pickle.loads(pickle.dumps(filesystem))
+        task.handler.fs = dying = Dying(task.handler.fs, num_calls)
+        try:
+            for _ in range(repeats):
+                write_as_a_task(task, folder, data, ["a", "b"])
+        except Killed:
+            pass
+        recover_as_ray_does(filesystem, folder, data)
+        committed = listed(filesystem, folder)
+        left = {path.name: path.read_text() for path in data.iterdir()}
+        if committed:
+            assert (committed, left) == (["part-1.parquet"], {"part-1-0.parquet": "whole"})
+            filesystem.delete_file(f"{folder}/part-1.parquet")
+            (data / "part-1-0.parquet").unlink()
+        else:
+            assert left == {}
+        endings.append(bool(committed))
+        if dying.left:
+            break
+        num_calls += 1
+    assert set(endings) == {False, True}
+    assert endings[-1]
 
 
 def test_a_listing_sees_a_commit_of_another_process_at_once(place: tuple[Any, str]) -> None:
@@ -350,6 +415,16 @@ def test_options_are_those_of_s3fs() -> None:
         "endpoint": "http://127.0.0.1:9000",
         "session_token": "T",
         "allow_http": "true",
+    }
+
+
+def test_what_is_not_given_is_taken_from_the_configuration_of_fsspec(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"key": "AK", "secret": "SK"})
+    assert settings_of("s3://b", {"s3": {"secret": "other"}}) == {
+        "access_key_id": "AK",
+        "secret_access_key": "other",
     }
 
 
