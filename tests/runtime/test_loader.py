@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from trainmount.data import Checkpointable, DataLoader, UCVolumeDataset
 from trainmount.data.position import Position
+from trainmount.data.state import Skipped
 from trainmount.errors import (
     DamagedFile,
     DataError,
@@ -299,6 +300,29 @@ def test_skipping_keeps_the_other_batches_and_counts(
     ]
     assert (loader.num_skipped, loader.skipped) == (3, ("f001", "f008", "f009"))
     assert loader.position == Position(1, 0)
+
+
+def test_the_state_says_which_files_were_left_out(tmp_path: Path, make_files: MakeFiles) -> None:
+    make_files(tmp_path, 10)
+    loader = loader_over(tmp_path, on_error="skip")
+    resumed = loader_over(tmp_path, on_error="skip")
+    (tmp_path / "f001").unlink()
+    batches = iter(loader)
+    next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["skipped"] == {"count": 1, "names": ["f001"]}
+    (tmp_path / "f005").unlink()
+    resumed.load_state_dict(state)
+    next(iter(resumed))
+    assert resumed.state_dict()["skipped"] == {"count": 2, "names": ["f001", "f005"]}
+    assert (resumed.num_skipped, resumed.skipped) == (1, ("f005",)), "in this process"
+    many = Skipped(3, ("a",)).plus([f"f{number}" for number in range(200)])
+    assert (many.count, many.names[:2], len(many.names)) == (203, ("a", "f0"), 100)
+    del state["skipped"]
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["skipped"] == {"count": 0, "names": []}
+    with pytest.raises(StateMismatch, match="skipped must have a count and names, got 3"):
+        resumed.load_state_dict({**state, "skipped": 3})
 
 
 def test_skipping_has_a_limit(tmp_path: Path, make_files: MakeFiles) -> None:
