@@ -1,13 +1,15 @@
 """Saving and loading a checkpoint with torch's DCP: this project's storage against torch's own on
-the local disk, and on a mount or straight to the volume against moving the same bytes as one file.
+the local disk; on a mount against torch's own, against the library that it stands in for, and
+against moving the same bytes as one file; and straight to the volume against that file.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from measure import (
     MIB,
@@ -16,28 +18,26 @@ from measure import (
     Sample,
     Timing,
     compare,
-    measured,
     run_program,
+    say,
     take_turns,
 )
+from peers import AIR, air_python
 from places import ROOT, Mount, Store, link_tree, mounted, serving, write_blocks
-from programs import load_client
 from topics import Setting, as_rate
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["run"]
 
-__all__ = ["load_by_torch", "load_by_trainmount", "run", "save_by_torch", "save_by_trainmount"]
-
-NUM_TENSORS = 8
+_UPLOAD = "volume client's upload of a local file of the same size"
+_READ = "volume client, a file of the same size into memory"
+_TORCH = "torch's FileSystemWriter and -Reader on the same mount"
 
 
 def run(setting: Setting) -> list[Comparison]:
     with serving(setting.folder / "store") as store:
         results = _on_disk(setting)
         with mounted(store, setting.folder / "mount") as mount:
-            results += _saves(setting, store, mount)
-            results += _loads(setting, store, mount)
+            results += _Sides(setting, store, mount).compare()
     return results
 
 
@@ -87,147 +87,134 @@ def _on_disk(setting: Setting) -> list[Comparison]:
     ]
 
 
-def _saves(setting: Setting, store: Store, mount: Mount) -> list[Comparison]:
-    source = setting.folder / "same-bytes"
-    write_blocks(source, setting.checkpoint_mib * MIB)
+class _Sides:
+    """The ways to save and to load one state in a volume."""
 
-    def through_mount(number: int) -> Sample:
-        path = mount.path / f"mounted-{number}"
-        return mount.sample(lambda: _run(setting, "save_by_trainmount", path))
+    def __init__(self, setting: Setting, store: Store, mount: Mount) -> None:
+        self._setting = setting
+        self._store = store
+        self._mount = mount
 
-    def through_client(number: int) -> Sample:
-        path = f"{ROOT}/streamed-{number}"
-        return _sample(_run(setting, "save_by_trainmount", path, store.environment))
+    def compare(self) -> list[Comparison]:
+        with _below_volumes(self._mount.path) as peer_path:
+            python = air_python() if peer_path is not None else None
+            saved = self._save(peer_path, python)
+            loaded = self._load(peer_path, python)
+        size = f"{self._setting.checkpoint_mib} MiB"
+        unit = as_rate(self._setting.checkpoint_mib * MIB)
+        lines = [
+            ("save", "on the mount", "mount", "client", _UPLOAD, saved),
+            ("save", "to the volume without a mount", "volume", "client", _UPLOAD, saved),
+            ("save", "on the mount", "mount", "torch", _TORCH, saved),
+            ("save", "on the mount", "mount", "peer", AIR, saved),
+            ("load", "on the mount, nothing cached", "mount", "client", _READ, loaded),
+            ("load", "from the volume without a mount", "volume", "client", _READ, loaded),
+            ("load", "on the mount, nothing cached", "mount", "torch", _TORCH, loaded),
+            ("load", "on the mount, nothing cached", "mount", "peer", AIR, loaded),
+        ]
+        return [
+            compare(f"checkpoint: {verb} {size} {how}", against, samples[a], samples[b], unit)
+            for verb, how, a, b, against, samples in lines
+            if b in samples
+        ]
 
-    def upload(number: int) -> Sample:
-        arguments = {"source": str(source), "path": f"{ROOT}/file-{number}"}
-        return _sample(_move("upload_client", arguments, store))
+    def _save(self, peer_path: Path | None, python: Path | None) -> dict[str, list[Sample]]:
+        source = self._setting.folder / "same-bytes"
+        write_blocks(source, self._setting.checkpoint_mib * MIB)
 
-    ours, streamed, theirs = take_turns(
-        {"save, mount": through_mount, "save, volume": through_client, "upload": upload},
-        setting.repeats,
-    ).values()
-    source.unlink()
-    unit = as_rate(setting.checkpoint_mib * MIB)
-    size = f"{setting.checkpoint_mib} MiB"
-    peer = "volume client's upload of a local file of the same size"
-    return [
-        compare(f"checkpoint: save {size} on the mount", peer, ours, theirs, unit),
-        compare(
-            f"checkpoint: save {size} to the volume without a mount", peer, streamed, theirs, unit
-        ),
-    ]
+        def upload(number: int) -> Sample:
+            arguments = {"source": str(source), "path": f"{ROOT}/client-{number}"}
+            return _sample(_move("upload_client", arguments, self._store))
 
+        sides = {
+            "mount": lambda number: self._on_mount("save_by_trainmount", f"mount-{number}"),
+            "volume": lambda number: self._straight("save_by_trainmount", f"volume-{number}"),
+            "client": upload,
+            "torch": lambda number: self._on_mount("save_by_torch", f"torch-{number}"),
+        }
+        if peer_path is not None and python is not None:
+            sides["peer"] = lambda number: self._by_peer(
+                "save_by_peer", peer_path / f"peer-{number}", python
+            )
+        samples = take_turns(sides, self._setting.repeats)
+        source.unlink()
+        return samples
 
-def _loads(setting: Setting, store: Store, mount: Mount) -> list[Comparison]:
-    """Of checkpoints that this mount has never seen, as on a node that takes a job over."""
-    for number in range(setting.repeats):
-        link_tree(store.directory / "streamed-0", store.directory / f"unseen-{number}")
+    def _load(self, peer_path: Path | None, python: Path | None) -> dict[str, list[Sample]]:
+        """Of checkpoints that this mount has never seen, as on a node that takes a job over."""
+        for number in range(self._setting.repeats):
+            for name, unseen in (("mount", "unseen"), ("torch", "unseen-torch"), ("peer", "at")):
+                if (self._store.directory / f"{name}-0").exists():
+                    link_tree(
+                        self._store.directory / f"{name}-0",
+                        self._store.directory / f"{unseen}-{number}",
+                    )
 
-    def through_mount(number: int) -> Sample:
-        path = mount.path / f"unseen-{number}"
-        return mount.sample(lambda: _run(setting, "load_by_trainmount", path))
+        def read(_round: int) -> Sample:
+            size_bytes = self._setting.checkpoint_mib * MIB
+            arguments = {"path": f"{ROOT}/client-0", "size_bytes": size_bytes}
+            return _sample(_move("read_client", arguments, self._store))
 
-    def through_client(number: int) -> Sample:
-        path = f"{ROOT}/unseen-{number}"
-        return _sample(_run(setting, "load_by_trainmount", path, store.environment))
+        sides = {
+            "mount": lambda number: self._on_mount("load_by_trainmount", f"unseen-{number}"),
+            "volume": lambda _round: self._straight("load_by_trainmount", "volume-0"),
+            "client": read,
+            "torch": lambda number: self._on_mount("load_by_torch", f"unseen-torch-{number}"),
+        }
+        if peer_path is not None and python is not None:
+            sides["peer"] = lambda number: self._by_peer(
+                "load_by_peer", peer_path / f"at-{number}", python
+            )
+        return take_turns(sides, self._setting.repeats)
 
-    def download(_round: int) -> Sample:
-        arguments = {"path": f"{ROOT}/file-0", "size_bytes": setting.checkpoint_mib * MIB}
-        return _sample(_move("read_client", arguments, store))
+    def _on_mount(self, program: str, name: str) -> Sample:
+        return self._mount.sample(lambda: _run(self._setting, program, self._mount.path / name))
 
-    ours, direct, theirs = take_turns(
-        {"load, mount": through_mount, "load, volume": through_client, "download": download},
-        setting.repeats,
-    ).values()
-    unit = as_rate(setting.checkpoint_mib * MIB)
-    size = f"{setting.checkpoint_mib} MiB"
-    peer = "volume client, a file of the same size into memory"
-    return [
-        compare(f"checkpoint: load {size} on the mount, nothing cached", peer, ours, theirs, unit),
-        compare(
-            f"checkpoint: load {size} from the volume without a mount", peer, direct, theirs, unit
-        ),
-    ]
+    def _straight(self, program: str, name: str) -> Sample:
+        environment = self._store.environment
+        return _sample(_run(self._setting, program, f"{ROOT}/{name}", environment))
 
-
-# In a process of their own
-
-
-def save_by_trainmount(path: str, size_bytes: int) -> Timing:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from trainmount.data import UCVolumeWriter
-
-    load_client()
-    state = _state(size_bytes)
-    with measured() as timing:
-        save(state, storage_writer=UCVolumeWriter(path))
-    return timing
-
-
-def save_by_torch(path: str, size_bytes: int) -> Timing:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    state = _state(size_bytes)
-    with measured() as timing:
-        save(state, storage_writer=FileSystemWriter(path))
-    return timing
-
-
-def load_by_trainmount(path: str, size_bytes: int) -> Timing:
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from trainmount.data import UCVolumeReader
-
-    load_client()
-    state = _state(size_bytes, is_empty=True)
-    with measured() as timing:
-        load(state, storage_reader=UCVolumeReader(path))
-    _check(state)
-    return timing
+    def _by_peer(self, program: str, path: Path, python: Path) -> Sample:
+        # It is another environment, and what it logs is its own.
+        environment = {"PYTHONPATH": "", "HOME": str(self._setting.folder)}
+        return self._mount.sample(
+            lambda: _run(self._setting, program, path, environment, python=python)
+        )
 
 
-def load_by_torch(path: str, size_bytes: int) -> Timing:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    state = _state(size_bytes, is_empty=True)
-    with measured() as timing:
-        load(state, storage_reader=FileSystemReader(path))
-    _check(state)
-    return timing
-
-
-def _state(size_bytes: int, *, is_empty: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of one size, each full of another number; of zeros where they will be loaded."""
-    import torch
-
-    length = size_bytes // NUM_TENSORS // 4
-    return {
-        f"layer-{number}": torch.full((length,), 0.0 if is_empty else number + 1.0)
-        for number in range(NUM_TENSORS)
-    }
-
-
-def _check(state: Mapping[str, torch.Tensor]) -> None:
-    for number in range(NUM_TENSORS):
-        tensor = state[f"layer-{number}"]
-        if not bool((tensor == number + 1.0).all()):
-            raise RuntimeError(f"tensor {number} was not loaded as it was saved")
-
-
-# Outside
+@contextmanager
+def _below_volumes(mount: Path) -> Iterator[Path | None]:
+    """A name of the mount that begins with /Volumes, which the peer insists on; None where none can
+    be made.
+    """
+    link = Path(f"/Volumes-benchmark-{os.getpid()}")
+    try:
+        link.symlink_to(mount)
+    except OSError as error:
+        say(f"{AIR} is left out: it takes paths below /Volumes only, and {error}")
+        yield None
+        return
+    try:
+        yield link
+    finally:
+        link.unlink()
 
 
 def _run(
-    setting: Setting, program: str, path: Path | str, environment: Mapping[str, str] | None = None
+    setting: Setting,
+    program: str,
+    path: Path | str,
+    environment: Mapping[str, str] | None = None,
+    python: Path | None = None,
 ) -> Timing:
-    arguments = {"path": str(path), "size_bytes": setting.checkpoint_mib * MIB}
+    options = {} if python is None else {"python": str(python)}
     return run_program(
         Program(
-            module="checkpoints", name=program, arguments=arguments, environment=environment or {}
+            module="checkpoint_programs",
+            name=program,
+            arguments={"path": str(path), "size_bytes": setting.checkpoint_mib * MIB},
+            environment=environment or {},
+            **options,
         )
     )
 

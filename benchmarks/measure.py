@@ -161,11 +161,13 @@ class Program:
     name: str
     arguments: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    python: str = sys.executable
+    """The interpreter, of another environment for a peer."""
 
 
 def start_program(program: Program) -> subprocess.Popen[str]:
     """Start it; it prints its Timing as JSON at the end, and sees the end of its input."""
-    command = [sys.executable, str(_CHILD), program.module, program.name]
+    command = [program.python, str(_CHILD), program.module, program.name]
     return subprocess.Popen(
         [*command, json.dumps(dict(program.arguments))],
         stdin=subprocess.PIPE,

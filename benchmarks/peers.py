@@ -3,7 +3,8 @@
 rclone (MIT) and s3fs (GPL-2.0) are run as the distribution has them, `apt install rclone s3fs`;
 nothing of theirs is part of this project. versitygw (Apache-2.0) is built from its Go module, as
 for the tests. fuse4dbricks (MIT), which mounts volumes of Unity Catalog, gets an environment of its
-own in the cache folder. What is not installed is left out. Called by `mount_peers`.
+own in the cache folder, and so does databricks-sdk-air (proprietary), which is run as it is. What
+is not installed is left out. Called by `mount_peers` and `checkpoints`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ from tests.external.s3_server import BUCKET, running_s3_server
 from trainmount_fuse.session.mounting import find_mount, unmount
 
 __all__ = [
+    "AIR",
     "BUCKET_URL",
     "FUSE4DBRICKS",
     "S3FS",
@@ -34,6 +37,7 @@ __all__ = [
     "Bucket",
     "Peer",
     "PeerMount",
+    "air_python",
     "delaying",
     "mounted_by_fuse4dbricks",
     "mounted_side_by_side",
@@ -176,6 +180,12 @@ S3FS: Final = Peer(name="s3fs, `use_cache`", program="s3fs", command=_s3fs)
 
 FUSE4DBRICKS: Final = "fuse4dbricks 0.7.5"
 _FUSE4DBRICKS_PACKAGE: Final = "fuse4dbricks==0.7.5"
+
+AIR: Final = "databricks-sdk-air 0.1.1"
+_AIR_PACKAGE: Final = "databricks-sdk-air==0.1.1"
+# What its extra `data` brings, but for torch, which is this environment's.
+_AIR_NEEDS: Final = ("mlflow-skinny>=2.17,<4", "sqlalchemy", "alembic")
+
 _INSTALL_SECONDS: Final = 300
 
 
@@ -271,12 +281,35 @@ def mounted_by_fuse4dbricks(store: Store, folder: Path) -> Iterator[PeerMount | 
 
 def _fuse4dbricks() -> Path | None:
     """The program in its own environment, which is made where it is not there yet."""
+    program = _environment(_FUSE4DBRICKS_PACKAGE, [[_FUSE4DBRICKS_PACKAGE]]) / "fuse4dbricks"
+    return program if program.exists() else None
+
+
+def air_python() -> Path | None:
+    """The interpreter of an environment that has the library, and torch of this one; None where it
+    cannot be installed.
+    """
+    programs = _environment(_AIR_PACKAGE, [["--no-deps", _AIR_PACKAGE], list(_AIR_NEEDS)])
+    python = programs / "python"
+    if not python.exists():
+        say(f"{AIR} is left out; it takes uv and the package index")
+        return None
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = programs.parent / "lib" / version / "site-packages"
+    (site / "torch_of_this.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def _environment(package: str, installs: Sequence[Sequence[str]]) -> Path:
+    """The folder of the programs of an environment of its own, which is made where it is not there
+    yet; where that does not go, nothing is there.
+    """
     beside = Path(sys.executable).with_name("uv")
     uv = str(beside) if beside.exists() else shutil.which("uv")
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cache = Path(home) / "trainmount" / "peers"
     cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / f"{_FUSE4DBRICKS_PACKAGE}-py{sys.version_info.major}.{sys.version_info.minor}"
+    folder = cache / f"{package}-py{sys.version_info.major}.{sys.version_info.minor}"
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists() and uv is not None:
@@ -285,11 +318,10 @@ def _fuse4dbricks() -> Path | None:
             # Relocatable: it moves to its place once it is whole.
             make = [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable]
             install = [uv, "pip", "install", "--quiet", "--python", str(partial / "bin/python")]
-            steps = ([*make, str(partial)], [*install, _FUSE4DBRICKS_PACKAGE])
+            steps = ([*make, str(partial)], *([*install, *packages] for packages in installs))
             if all(_succeeds(step) for step in steps):
                 partial.rename(folder)
-    program = folder / "bin" / "fuse4dbricks"
-    return program if program.exists() else None
+    return folder / "bin"
 
 
 def _succeeds(command: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ class Setting:
     read_mib: int = 512
     write_mib: int = 256
     long_write_mib: int = 1024
-    checkpoint_mib: int = 512
+    checkpoint_mib: int = 1024
 
     num_files: int = 2000
     file_bytes: int = 100_000
