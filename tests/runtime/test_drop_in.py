@@ -188,7 +188,7 @@ INSTEAD = {
     "Requires the fork multiprocessing start method when num_workers > 0 (a ValueError is raised "
     "otherwise).": [
         "test_workers_of_every_start_method_give_what_no_worker_gives",
-        "test_workers_of_other_start_methods_are_given_their_states_too",
+        "test_workers_that_are_not_forked_are_given_their_states_too",
     ],
 }
 """Sentences about limits that are not here, with the tests of what is instead."""

@@ -37,7 +37,7 @@ def _deliver(
     return batches, position
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(count=COUNTS, first=GRIDS, second=GRIDS, drop_last=st.booleans(), stop=st.integers(0, 200))
 def test_a_position_continued_on_another_grid_delivers_every_sample_once(
     count: int, first: tuple[int, int], second: tuple[int, int], drop_last: bool, stop: int
