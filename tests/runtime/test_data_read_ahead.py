@@ -23,7 +23,7 @@ class Files:
         self.may_load.set()
         self._seconds = seconds
 
-    def load(self, number: int) -> str:
+    def load(self, number: int, _reads: bool) -> str:
         assert self.may_load.wait(DEADLINE_SECONDS)
         time.sleep(self._seconds)
         self.by[number] = threading.current_thread().name
@@ -65,7 +65,7 @@ def test_several_are_on_their_way_at_once() -> None:
     files = Files()
     together = threading.Barrier(3)
     ahead: ReadAhead[str] = ReadAhead(
-        lambda number: f"{number} of {together.wait(DEADLINE_SECONDS) >= 0}",
+        lambda number, _: f"{number} of {together.wait(DEADLINE_SECONDS) >= 0}",
         lambda _number: 1,
         files.dropped.append,
         limit_bytes=100,

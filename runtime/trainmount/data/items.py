@@ -170,20 +170,24 @@ class _Loading:
     def has_copies(self) -> bool:
         return self.item != "bytes" and self.source.needs_cache
 
-    def load(self, number: int) -> Any:
-        """The content, or a path."""
-        entry = self.manifest[number]
-        load = self.source.read if self.item == "bytes" else self.source.path
+    def load(self, number: int, reads: bool) -> Any:
+        """The content, or a path; `reads` as of `Source.path`."""
         if self.retries:
             for pause_seconds in _PAUSES_SECONDS:
                 try:
-                    return load(entry)
+                    return self._load(number, reads)
                 except MissingFile:
                     raise
                 except DataError as error:
                     _log.warning("file is read again", extra={"reason": str(error)})
                 time.sleep(pause_seconds * random.uniform(0.5, 1.0))
-        return load(entry)
+        return self._load(number, reads)
+
+    def _load(self, number: int, reads: bool) -> Any:
+        entry = self.manifest[number]
+        if self.item == "bytes":
+            return self.source.read(entry)
+        return self.source.path(entry, reads=reads)
 
     def discard(self, loaded: Any) -> None:
         """What was loaded is not going to be used."""

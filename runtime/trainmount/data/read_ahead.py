@@ -4,8 +4,9 @@ The process says in which order it is going to want files (`expect`) and takes t
 was loaded and not taken is bounded in bytes; one file is loaded ahead whatever its size.
 
 A thread that hands a file over costs 50 us and more, several times what reading one costs that the
-page cache has. So where files come fast, each is loaded by who takes it, and the threads begin with
-the first one that took long.
+page cache has; and where only a path is wanted, reading the file before its consumer does opens it
+twice, which a mount feels. So where files come fast, each is loaded by who takes it, now and then
+one is read to see how long that takes, and the threads begin when it took long.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ T = TypeVar("T")
 _THREADS: Final = 4
 # With several loader workers on each of several ranks this is already hundreds of requests.
 
-_SLOW_SECONDS: Final = 0.001
+_SLOW_SECONDS: Final = 0.003
 _FAST_SECONDS: Final = 0.0003
+_PROBE_EVERY: Final = 16
 _NUM_FAST: Final = 64
 # So many in a row that came fast: the threads are let go.
 
@@ -38,14 +40,16 @@ class ReadAhead(Generic[T]):
 
     def __init__(
         self,
-        load: Callable[[int], T],
+        load: Callable[[int, bool], T],
         size_of: Callable[[int], int],
         discard: Callable[[T], object],
         *,
         limit_bytes: int,
         is_always_slow: bool,
     ) -> None:
-        """`load` gets a file by its number, in any thread; `discard` what was loaded in vain."""
+        """`load` gets a file by its number, in any thread, and whether its bytes shall be read even
+        where the caller only wants a path; `discard` takes what was loaded in vain.
+        """
         self._load = load
         self._size_of = size_of
         self._discard = discard
@@ -53,6 +57,7 @@ class ReadAhead(Generic[T]):
         self._is_always_slow = is_always_slow
         self._is_slow = is_always_slow
         self._num_fast = 0
+        self._num_alone = 0
         self._expected: deque[int] = deque()
         self._coming: dict[int, Future[tuple[T, float]]] = {}
         self._coming_bytes = 0
@@ -78,9 +83,7 @@ class ReadAhead(Generic[T]):
             elif self._expected or self._coming:
                 # It goes another way than was expected.
                 self.forget()
-            began = time.perf_counter()
-            loaded = self._load(number)
-            self._notice(time.perf_counter() - began)
+            loaded = self._load_now(number)
             self._fill()
             return loaded
         self._coming_bytes -= self._size_of(number)
@@ -110,9 +113,17 @@ class ReadAhead(Generic[T]):
             self._coming[number] = self._threads().submit(lambda number=number: self._timed(number))  # type: ignore[misc]
             self._coming_bytes += size_bytes
 
+    def _load_now(self, number: int) -> T:
+        self._num_alone += 1
+        if self._num_alone % _PROBE_EVERY != 1:
+            return self._load(number, False)
+        loaded, seconds = self._timed(number)
+        self._notice(seconds)
+        return loaded
+
     def _timed(self, number: int) -> tuple[T, float]:
         began = time.perf_counter()
-        loaded = self._load(number)
+        loaded = self._load(number, True)
         return loaded, time.perf_counter() - began
 
     def _notice(self, seconds: float) -> None:

@@ -35,8 +35,7 @@ T = TypeVar("T")
 
 _PAGE_ENTRIES: Final = 1000
 
-# The kernel is asked to read so much of a file before its consumer does; of a long one, the rest
-# follows as it is read.
+# So much of a file is read before its consumer does; of a long one, the rest follows as it is read.
 _AHEAD_BYTES: Final = 8 << 20
 
 # Where versions are times in seconds, a file may change within the second without another version.
@@ -66,9 +65,9 @@ class Source(Protocol):
         """One file. Raises MissingFile."""
         ...
 
-    def path(self, entry: Entry) -> str:
-        """A local path at which the file can be opened, its bytes there or on their way. A copy is
-        the caller's. Raises MissingFile, DamagedFile.
+    def path(self, entry: Entry, *, reads: bool) -> str:
+        """A local path at which the file can be opened; a copy is the caller's. With `reads` its
+        bytes are in the page cache by then, or the first 8 MiB. Raises MissingFile, DamagedFile.
         """
         ...
 
@@ -106,17 +105,18 @@ class DirectorySource:
             raise MissingFile(f"{self._directory}/{path} is not there") from error
         return Entry(path, found.st_size)
 
-    def path(self, entry: Entry) -> str:
+    def path(self, entry: Entry, *, reads: bool) -> str:
         path = f"{self._directory}/{entry.path}"
         with _reading(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                _check_kind(path, entry, os.fstat(descriptor))
-                if not entry.checksum:
-                    length = min(entry.size_bytes, _AHEAD_BYTES)
-                    os.posix_fadvise(descriptor, 0, length, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(descriptor)
+            if not reads or entry.checksum:
+                _check_kind(path, entry, os.stat(path))  # noqa: PTH116 - once a sample
+            else:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    _check_kind(path, entry, os.fstat(descriptor))
+                    os.read(descriptor, min(entry.size_bytes, _AHEAD_BYTES))
+                finally:
+                    os.close(descriptor)
             if entry.checksum:
                 _check_content(path, entry, pieces_of(path))
         return path
@@ -181,7 +181,7 @@ class VolumeSource:
         found = self._stat(path, lambda: MissingFile(f"{self._url}/{path} is not there"))
         return Entry(path, found.size_bytes, self._settled_version(found))
 
-    def path(self, entry: Entry) -> str:
+    def path(self, entry: Entry, *, reads: bool) -> str:  # noqa: ARG002 - a copy is always read
         name = entry.path.rpartition("/")[2]
 
         def stored(key: str) -> Path | None:
