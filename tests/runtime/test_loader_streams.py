@@ -224,6 +224,9 @@ def test_a_dataset_whose_files_or_order_are_not_the_streams_is_refused(
     ):
         with pytest.raises(StateMismatch, match="shuffle=False"):
             call()
+    listed = DataLoader(UCVolumeDataset(str(tmp_path), files=["f002", "f000"]), num_workers=0)
+    with pytest.raises(StateMismatch, match="order of their names, and f000 comes after f002"):
+        listed.state_dict(version=1)
     (tmp_path / "_SUCCESS").touch()
     with pytest.raises(StateMismatch, match="differs in 1, _SUCCESS first: start the epoch anew"):
         loader_over(tmp_path, num_workers=2).load_state_dict(state_of([1, 1]))

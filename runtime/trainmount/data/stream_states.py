@@ -72,12 +72,19 @@ def _check_order(files: UCVolumeDataset) -> None:
             "a state of version 1 counts files in the order of the listing: give the dataset "
             "shuffle=False"
         )
-    nested = next((entry.path for entry in files.manifest.entries if "/" in entry.path), None)
-    if nested is not None:
-        raise StateMismatch(
-            f"a state of version 1 counts the files of one directory, and {files.path} has "
-            f"{nested}: give the dataset pattern='*'"
-        )
+    before = ""
+    for entry in files.manifest:
+        if "/" in entry.path:
+            raise StateMismatch(
+                f"a state of version 1 counts the files of one directory, and {files.path} has "
+                f"{entry.path}: give the dataset pattern='*'"
+            )
+        if entry.path < before:
+            raise StateMismatch(
+                f"a state of version 1 counts files in the order of their names, and {entry.path} "
+                f"comes after {before}: give the dataset no files of its own"
+            )
+        before = entry.path
 
 
 def _check_listing(files: UCVolumeDataset) -> None:
@@ -88,7 +95,7 @@ def _check_listing(files: UCVolumeDataset) -> None:
         return
     with os.scandir(local_path(files.path)) as entries:
         there = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
-    different = there.symmetric_difference(entry.path for entry in files.manifest.entries)
+    different = there.symmetric_difference(entry.path for entry in files.manifest)
     if different:
         raise StateMismatch(
             f"a state of version 1 counts all files of {files.path}, and the dataset differs in "
