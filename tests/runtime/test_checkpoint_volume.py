@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.runtime.small_volume import OPTIONS, VOLUME, Served, serving
+from tests.runtime.small_volume import OPTIONS, TOKEN, VOLUME, Served, serving
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainmount.checkpoint import volume_store
@@ -22,6 +22,7 @@ from trainmount.data import UCVolumeReader, UCVolumeWriter
 from trainmount_files.errors import Unsupported
 from trainmount_files.files_api import FilesApiVolume
 from trainmount_files.files_api.multipart import MultipartUpload
+from trainmount_files.files_api.sdk import Credentials
 from trainmount_files.server.faults import Fault
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -255,6 +256,29 @@ def test_no_save_syncs_the_whole_machine_or_needs_a_descriptor(
         assert found["object"] == [1, "text"]
         monkeypatch.setattr(os, "fsync", refuse)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "served"]
+
+
+def test_a_save_takes_little_memory_beside_the_state(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credentials = Credentials(host=served.server.url, token=TOKEN)
+    monkeypatch.setattr(volume_store, "open_volume", lambda url: FilesApiVolume(url, credentials))
+    state = {
+        "large": torch.ones(24 << 20),
+        "turned": torch.ones(4096, 4096).t(),
+        **{f"small-{number}": torch.ones(10_000) for number in range(200)},
+    }
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    before = memory("VmRSS")
+    dcp.save(state, storage_writer=UCVolumeWriter(f"{VOLUME}/large", thread_count=2))
+    # The state has 168 MiB. What the server in this process takes counts as well.
+    assert memory("VmHWM") - before < 100 << 20
+
+
+def memory(name: str) -> int:
+    """In bytes, as the kernel counts it for this process."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith(f"{name}:")) << 10
 
 
 def test_one_thread_that_is_throttled_for_good_ends_the_others(served: Served) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -36,9 +36,6 @@ from trainmount.errors import CheckpointError, NoCheckpoint
 
 __all__ = ["UCVolumeReader"]
 
-_THREADS: Final = 8
-"""Requests at once: a store answers each of them after a while."""
-
 
 class UCVolumeReader(StorageReader):
     """Reads the newest whole generation below a directory, or the one that is named; where there is
@@ -53,7 +50,7 @@ class UCVolumeReader(StorageReader):
         path: str | os.PathLike[str],
         *,
         generation: str | None = None,
-        thread_count: int = _THREADS,
+        thread_count: int | None = None,
         _extension_registry: Any = None,
     ) -> None:
         """Nothing is read yet.
@@ -61,14 +58,15 @@ class UCVolumeReader(StorageReader):
         Args:
             path: the directory of the generations.
             generation: a name as `UCVolumeWriter.generation` gives it; default the newest.
-            thread_count: ranges that are read at a time; each takes up to 8 MiB of memory.
+            thread_count: ranges that are read at a time, each with up to 8 MiB of memory; None is
+                4 from a directory or mount and 8 from a volume.
             _extension_registry: of torch's `FileSystemReader`; must be None.
 
         Raises:
             ValueError: an argument has no meaning here; names it.
         """
         super().__init__()
-        if thread_count < 1:
+        if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count must be at least 1, got {thread_count}")
         if _extension_registry is not None:
             raise ValueError("_extension_registry: extensions are not read; leave it out")
@@ -181,7 +179,7 @@ class UCVolumeReader(StorageReader):
             wanted.append(wanted_slice(item, name, tuple(request.storage_offsets), lengths, target))
         algorithm = find_algorithm(record.algorithm)
         self.num_bytes_read += fetch(
-            store, record.generation, wanted, algorithm, self._thread_count
+            store, record.generation, wanted, algorithm, self._thread_count or store.num_readers
         )
         # By one thread: planners are not made for several.
         for request, data in objects:

@@ -62,6 +62,9 @@ class CheckpointStore(Protocol):
     CheckpointError or OSError.
     """
 
+    num_readers: int
+    """Threads that read at a time without being told."""
+
     @property
     def location(self) -> str: ...
 
@@ -123,6 +126,9 @@ class DirectoryStore:
     """A directory of this machine. On a mount, `fsync` and `close` return when the volume has the
     file.
     """
+
+    # More of them only take processor time of a mount, which reads ahead by itself.
+    num_readers = 4
 
     def __init__(self, root: Path) -> None:
         self._root = root

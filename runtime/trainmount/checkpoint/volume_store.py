@@ -46,6 +46,8 @@ _END_SECONDS: Final = 30.0
 class VolumeStore:
     """Implements `CheckpointStore`. No request is sent before the first use."""
 
+    num_readers = 8
+
     def __init__(self, url: str) -> None:
         self._url = url
         self._volume: Volume = open_volume(url)
