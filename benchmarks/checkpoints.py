@@ -5,10 +5,8 @@ against moving the same bytes as one file; and straight to the volume against th
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from measure import (
@@ -19,10 +17,9 @@ from measure import (
     Timing,
     compare,
     run_program,
-    say,
     take_turns,
 )
-from peers import AIR, air_python
+from peers import AIR, air_python, below_volumes
 from places import ROOT, Mount, Store, link_tree, mounted, serving, write_blocks
 from topics import Setting, as_rate
 
@@ -96,7 +93,7 @@ class _Sides:
         self._mount = mount
 
     def compare(self) -> list[Comparison]:
-        with _below_volumes(self._mount.path) as peer_path:
+        with below_volumes(self._mount.path) as peer_path:
             python = air_python() if peer_path is not None else None
             saved = self._save(peer_path, python)
             loaded = self._load(peer_path, python)
@@ -180,24 +177,6 @@ class _Sides:
         return self._mount.sample(
             lambda: _run(self._setting, program, path, environment, python=python)
         )
-
-
-@contextmanager
-def _below_volumes(mount: Path) -> Iterator[Path | None]:
-    """A name of the mount that begins with /Volumes, which the peer insists on; None where none can
-    be made.
-    """
-    link = Path(f"/Volumes-benchmark-{os.getpid()}")
-    try:
-        link.symlink_to(mount)
-    except OSError as error:
-        say(f"{AIR} is left out: it takes paths below /Volumes only, and {error}")
-        yield None
-        return
-    try:
-        yield link
-    finally:
-        link.unlink()
 
 
 def _run(

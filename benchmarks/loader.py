@@ -1,4 +1,5 @@
-"""Files a second of the data loader, against torch's own over the same files.
+"""Files a second of the data loader, against torch's own and databricks-sdk-air's over the same
+files.
 
 On the local disk the rest of the work is the same, so the ratio is what one position for the whole
 job costs. On the mount it is what the mount costs, and what it saves against asking the store for
@@ -10,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from loader_programs import BATCH_SIZE, NUM_WORKERS, SECOND_EPOCH
 from measure import (
     Comparison,
     Program,
@@ -25,14 +28,13 @@ from measure import (
     run_program,
     take_turns,
 )
+from peers import AIR, air_python, below_volumes
 from places import ROOT, Mount, Store, link_tree, mounted, serving, write_files
 from programs import load_client
 from topics import Setting, as_files
 
 __all__ = ["read_by_torch", "read_by_trainmount", "run"]
 
-NUM_WORKERS = 2
-BATCH_SIZE = 16
 PREFETCH_FACTOR = 4
 _PR_SET_PDEATHSIG = 1
 
@@ -45,9 +47,17 @@ def run(setting: Setting) -> list[Comparison]:
         write_files(native, setting.num_files, setting.file_bytes)
         for number in range(setting.repeats):
             link_tree(native, store.directory / f"cold-{number}")
+        for number in range(2 * setting.repeats):
+            link_tree(native, store.directory / f"air-{number}")
         with mounted(store, setting.folder / "mount") as mount:
             return [
                 _on_disk(setting, native),
+                *_against_air(
+                    setting, "on the local disk", store.directory, lambda _number: "native"
+                ),
+                *_against_air(
+                    setting, "on the mount", mount.path, lambda number: f"air-{number}", mount
+                ),
                 *_cold(setting, store, mount, native),
                 *_cached(setting, mount, native),
             ]
@@ -69,6 +79,50 @@ def _on_disk(setting: Setting, native: Path) -> Comparison:
         theirs,
         as_files(setting.num_files),
     )
+
+
+def _against_air(
+    setting: Setting,
+    where: str,
+    directory: Path,
+    name: Callable[[int], str],
+    mount: Mount | None = None,
+) -> list[Comparison]:
+    """Paths that the workers read, in two epochs. `name` gives a directory for each read."""
+    with below_volumes(directory) as root:
+        python = air_python() if root is not None else None
+        if root is None or python is None:
+            return []
+        second: dict[str, list[Sample]] = {"ours": [], "theirs": []}
+
+        def side(whose: str, program: str, offset: int, **options: Any) -> Side:
+            def read(number: int) -> Sample:
+                def measure() -> Timing:
+                    path = root / name(2 * number + offset)
+                    timing = _run(setting, program, path, module="loader_programs", **options)
+                    seconds = timing.details[SECOND_EPOCH]
+                    second[whose].append(Sample(seconds=seconds, peak_mib=timing.peak_mib))
+                    return timing
+
+                return mount.sample(measure) if mount is not None else _sample(measure())
+
+            return read
+
+        # Another environment, and what it logs and caches is its own.
+        folder = str(setting.folder)
+        other = {"PYTHONPATH": "", "HOME": folder, "TMPDIR": folder}
+        ours, theirs = take_turns(
+            {
+                f"trainmount, {where}": side("ours", "read_by_trainmount", 0),
+                AIR: side("theirs", "read_by_peer", 1, environment=other, python=python),
+            },
+            setting.repeats,
+        ).values()
+    what, unit = f"loader: paths of {_files(setting)} {where}", as_files(setting.num_files)
+    return [
+        compare(f"{what}, read by {NUM_WORKERS} workers, first epoch", AIR, ours, theirs, unit),
+        compare(f"{what}, second epoch", AIR, second["ours"], second["theirs"], unit),
+    ]
 
 
 def _cold(setting: Setting, store: Store, mount: Mount, native: Path) -> list[Comparison]:
@@ -214,6 +268,9 @@ def _run(
     loader: str,
     directory: Path | str,
     environment: Mapping[str, str] | None = None,
+    *,
+    module: str = "loader",
+    python: Path | None = None,
 ) -> Timing:
     arguments = {
         "directory": str(directory),
@@ -221,7 +278,13 @@ def _run(
         "file_bytes": setting.file_bytes,
     }
     return run_program(
-        Program(module="loader", name=loader, arguments=arguments, environment=environment or {})
+        Program(
+            module=module,
+            name=loader,
+            arguments=arguments,
+            environment=environment or {},
+            python=str(python or sys.executable),
+        )
     )
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "Peer",
     "PeerMount",
     "air_python",
+    "below_volumes",
     "delaying",
     "mounted_by_fuse4dbricks",
     "mounted_side_by_side",
@@ -298,6 +299,24 @@ def air_python() -> Path | None:
     site = programs.parent / "lib" / version / "site-packages"
     (site / "torch_of_this.pth").write_text(sysconfig.get_path("purelib"))
     return python
+
+
+@contextmanager
+def below_volumes(directory: Path) -> Iterator[Path | None]:
+    """A name of the directory that begins with /Volumes, which databricks-sdk-air insists on; None
+    where none can be made.
+    """
+    link = Path(f"/Volumes-benchmark-{os.getpid()}")
+    try:
+        link.symlink_to(directory)
+    except OSError as error:
+        say(f"{AIR} is left out: it takes paths below /Volumes only, and {error}")
+        yield None
+        return
+    try:
+        yield link
+    finally:
+        link.unlink()
 
 
 def _environment(package: str, installs: Sequence[Sequence[str]]) -> Path:

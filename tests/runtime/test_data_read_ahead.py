@@ -121,7 +121,7 @@ def test_threads_begin_with_a_slow_file_and_end_with_many_fast_ones() -> None:
     ahead.expect(range(200))
     # Fast ones are loaded by who takes them; a busy machine may make one slow.
     assert ahead.take(0) == "0"
-    slow = Files(seconds=0.005)
+    slow = Files(seconds=0.02)
     behind = slow.ahead(is_always_slow=False)
     behind.expect(range(6))
     assert [behind.take(number) for number in range(6)] == list("012345")
@@ -130,7 +130,7 @@ def test_threads_begin_with_a_slow_file_and_end_with_many_fast_ones() -> None:
 
 
 def test_without_bytes_nothing_is_read_ahead() -> None:
-    files = Files(seconds=0.005)
+    files = Files(seconds=0.02)
     ahead = files.ahead(limit_bytes=0, is_always_slow=False)
     ahead.expect(range(3))
     assert [ahead.take(number) for number in range(3)] == ["0", "1", "2"]

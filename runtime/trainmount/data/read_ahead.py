@@ -25,14 +25,15 @@ __all__ = ["ReadAhead"]
 
 T = TypeVar("T")
 
-_THREADS: Final = 4
 # With several loader workers on each of several ranks this is already hundreds of requests.
+_THREADS: Final = 4
 
-_SLOW_SECONDS: Final = 0.003
+# A request to an object store; a daemon that is merely busy gains nothing from more requests.
+_SLOW_SECONDS: Final = 0.01
 _FAST_SECONDS: Final = 0.0003
 _PROBE_EVERY: Final = 16
+# So many in a row that came fast, and the threads are let go.
 _NUM_FAST: Final = 64
-# So many in a row that came fast: the threads are let go.
 
 
 class ReadAhead(Generic[T]):
