@@ -263,7 +263,9 @@ def stream(arguments: dict[str, Any]) -> None:
     root = Path(arguments["root"])
     early = UCVolumeDataset(str(root / "data"))
     _join(me.rank, me.world_size)
-    for made, dataset in [("early", early), ("late", UCVolumeDataset(str(root / "data")))]:
+    late = UCVolumeDataset(str(root / "data"))
+    for made in arguments["made"]:
+        dataset = early if made == "early" else late
         loader = TorchDataLoader(
             dataset, 1, num_workers=1, multiprocessing_context=arguments["method"]
         )

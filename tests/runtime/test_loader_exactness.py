@@ -8,6 +8,7 @@ and that the global batches of the same size are the same.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator
@@ -62,32 +63,32 @@ ATTEMPTS = st.builds(
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The n-th has n files, one of them in a directory below it."""
+def listed(tmp_path_factory: pytest.TempPathFactory) -> list[OnGrid]:
+    """Datasets; the n-th has n + 1 files, one of them in a directory below the others'."""
     root = tmp_path_factory.mktemp("exact")
     found = []
-    for count in range(MAX_FILES + 1):
+    for count in range(1, MAX_FILES + 1):
         directory = root / str(count)
         (directory / "sub").mkdir(parents=True)
         for number in range(count):
             name = f"f{number:02d}" if number else "sub/first"
             (directory / name).write_bytes(b"." * number)
-        found.append(directory)
+        found.append(OnGrid(str(directory), distributed=False))
     return found
 
 
 class Job:
     """The ranks of a job one attempt after the other, and what its checkpoints count."""
 
-    def __init__(self, directory: Path, *, shuffle: bool, seed: int, drop_last: bool) -> None:
-        self.options = {"shuffle": shuffle, "seed": seed}
-        self.directory = directory
+    def __init__(self, dataset: OnGrid, *, shuffle: bool, seed: int, drop_last: bool) -> None:
+        self.dataset = copy.copy(dataset)
+        self.dataset.shuffle, self.dataset.seed = shuffle, seed
         self.drop_last = drop_last
         self.state: str | None = None
         self.delivered: list[list[str]] = [[] for _ in range(NUM_EPOCHS)]
 
     def loader(self, rank: int, attempt: Attempt) -> DataLoader:
-        dataset = OnGrid(str(self.directory), distributed=False, **self.options)
+        dataset = copy.copy(self.dataset)
         dataset.place = Grid(rank, attempt.world_size)
         loader = DataLoader(
             dataset, attempt.batch_size, num_workers=0, drop_last=self.drop_last, collate_fn=_names
@@ -102,10 +103,10 @@ class Job:
         unsaved: list[tuple[int, str]] = []
         for step, (epoch, names) in enumerate(self.steps(loaders, attempt), 1):
             unsaved += [(epoch, name) for name in names]
-            states = {json.dumps(loader.state_dict()) for loader in loaders}
-            assert len(states) == 1, "ranks are at different places"
+            assert len({loader.position for loader in loaders}) == 1
             if step % attempt.save_every == 0 or loaders[0].epoch == NUM_EPOCHS:
-                [self.state] = states
+                # One state for the job: what any rank has saved serves all.
+                self.state = json.dumps(loaders[step % len(loaders)].state_dict())
                 for of_epoch, name in unsaved:
                     self.delivered[of_epoch].append(name)
                 unsaved.clear()
@@ -138,7 +139,7 @@ def _names(items: Any) -> list[str]:
     drop_last=st.booleans(),
 )
 def test_every_sample_is_delivered_once_and_in_the_seeded_order(
-    directories: list[Path],
+    listed: list[OnGrid],
     count: int,
     attempts: list[Attempt],
     shuffle: bool,
@@ -148,7 +149,7 @@ def test_every_sample_is_delivered_once_and_in_the_seeded_order(
     largest = max(attempt.global_batch_size for attempt in attempts)
     # torch refuses to drop a last batch where there are no batches, and the loader if it is all.
     can_drop = largest <= count and all(attempt.batch_size for attempt in attempts)
-    job = Job(directories[count], shuffle=shuffle, seed=seed, drop_last=drop_last and can_drop)
+    job = Job(listed[count - 1], shuffle=shuffle, seed=seed, drop_last=drop_last and can_drop)
     for attempt in attempts:
         job.run(attempt)
     last = Attempt(attempts[-1].world_size, attempts[-1].batch_size, 10**6, 1)
