@@ -261,6 +261,34 @@ async def test_many_names_of_a_directory_asked_for_at_once_take_one_listing(worl
     assert a.volume.calls["stat"] <= 4
 
 
+@pytest.mark.parametrize(("num_at_once", "is_listed"), [(7, False), (30, True)])
+async def test_a_directory_of_several_pages_is_listed_only_for_so_many_more_names(
+    world: Any, num_at_once: int, is_listed: bool
+) -> None:
+    a = await world.node(num_worker_threads=32, entry_timeout_seconds=0.0)
+    for number in range(1_500):
+        (world.remote / f"f{number:04}").write_bytes(b"x")
+    assert len(await a.entries()) == 1_500
+    a.volume.calls.clear()
+    is_open = threading.Event()
+    a.volume.fault = lambda _operation, _path: is_open.wait(30)
+    sizes: list[int] = []
+
+    async def look_up(number: int) -> None:
+        sizes.append((await a.fs.lookup(ROOT_INO, b"f%04d" % number)).size)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(num_at_once):
+            nursery.start_soon(look_up, number)
+        first = "list" if is_listed else "stat"
+        goal = 1 if is_listed else num_at_once
+        await a.settled(lambda: a.volume.calls[first] == goal, "the store is asked")
+        is_open.set()
+    assert sizes == [1] * num_at_once
+    assert bool(a.volume.calls["list"]) == is_listed
+    assert a.volume.calls["stat"] <= 8
+
+
 async def test_opens_at_once_each_have_an_answer_from_after_they_came(world: Any) -> None:
     """Also where one listing answers for many of them."""
     a, b = await world.node("a", num_worker_threads=16), await world.node("b")

@@ -37,8 +37,10 @@ _MAX_DIRECTORIES: Final = 20_000
 _MAX_ABSENT: Final = 10_000
 
 _MANY_AT_ONCE: Final = 4
-"""Names asked for at once in one directory, from which on a listing of it answers for all: a page
-of the Files API has 1,000 and costs the processor as much as three or four single answers.
+_PAGE_ENTRIES: Final = 1000
+"""Names asked for at once in one directory, for each page that it has, from which on a listing
+answers for all: a page of the Files API costs the processor as much as three or four single
+answers.
 """
 
 _MANY_PAGES: Final = 2
@@ -91,13 +93,19 @@ class _Directory:
 
     last_change: float = -math.inf
     num_asking: int = 0
-    """Single names of it that the store is being asked for."""
+    """Names of it that somebody waits for: that the store is asked for, or a listing."""
 
     large_until: float = -math.inf
     """Until then it is taken for too large to be listed for a few names."""
 
     lock: trio.Lock = field(default_factory=trio.Lock)
     """Held while it is listed for single names."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a listing costs less than an answer for each name that is waited for."""
+        num_pages = max(1, -(-len(self.entries) // _PAGE_ENTRIES))
+        return self.num_asking >= _MANY_AT_ONCE * num_pages
 
 
 class Metadata:
@@ -201,10 +209,13 @@ class Metadata:
         for _attempt in range(_MAX_ATTEMPTS):
             arrived_at = time.monotonic()
             answer = self._known(known, name, max_age_seconds, max_absence)
-            is_crowded = known.num_asking >= _MANY_AT_ONCE or known.lock.locked()
-            if answer is None and is_crowded and known.large_until < arrived_at:
+            if answer is None and known.is_crowded and known.large_until < arrived_at:
                 look = partial(self._known, known, name, max_age_seconds, max_absence, arrived_at)
-                await self._list_for_names(directory, known, look)
+                known.num_asking += 1
+                try:
+                    await self._list_for_names(directory, known, look)
+                finally:
+                    known.num_asking -= 1
                 answer = look()
             if answer is not None:
                 self._num_hits += answer[0] is not None
@@ -260,10 +271,13 @@ class Metadata:
     ) -> None:
         """Have a listing that answers whoever asks, shared by all who wait for one.
 
-        Does nothing where the directory is large.
+        Does nothing where the directory is large, and where those who waited for a listing before
+        are too few for another.
         """
         async with known.lock:
             if look() is not None or known.large_until > time.monotonic():
+                return
+            if not known.is_crowded:
                 return
             reading = Reading(directory.ino, self._inodes.path_of(directory), time.monotonic())
             known.reading = reading
