@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -168,6 +169,28 @@ cache.keep(copy, "k")
 cache.hand_out(str(copy), "run-1")
 os.kill(os.getpid(), 9)
 """
+
+
+def test_a_process_forked_in_the_midst_of_storing_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """It has the lock's descriptor too, and for as long as it lives."""
+    cache = opened(tmp_path, 100)
+    until, end = os.pipe()
+    with cache._total():
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            os.read(until, 1)
+            os._exit(0)
+    try:
+        with (tmp_path / ".total").open("rb") as total:
+            # Raises where somebody has it.
+            fcntl.flock(total, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        store(cache, "a")
+        assert cache.has("a")
+    finally:
+        os.close(end)
+        os.close(until)
+        os.waitpid(child, 0)
 
 
 def test_the_next_start_takes_over_what_a_killed_job_left(tmp_path: Path) -> None:

@@ -289,6 +289,8 @@ class FileCache:
             yield total
             os.pwrite(descriptor, max(0, total.num_bytes).to_bytes(8, "little"), 0)
         finally:
+            # Not left to `close`: a process that was forked meanwhile has it open too, for good.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
