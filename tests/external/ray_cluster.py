@@ -6,14 +6,12 @@ cluster, and every file, is below one folder, and gone at the end.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import tomllib
@@ -22,6 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.environments import environment
 
 __all__ = ["RAY_VERSION", "RayCluster", "running_ray_cluster"]
 
@@ -84,25 +84,8 @@ class RayCluster:
 
 def ray_python() -> Path:
     """The interpreter of an environment with Ray and what the volumes need."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cache = home / "trainmount" / "ray"
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / f"{RAY_VERSION}-py{sys.version_info.major}.{sys.version_info.minor}"
-    with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            partial = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            beside = Path(sys.executable).with_name("uv")
-            uv = str(beside) if beside.exists() else shutil.which("uv")
-            assert uv is not None, "needs uv: pip install uv"
-            make = [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable]
-            subprocess.run([*make, str(partial)], check=True, timeout=300)
-            install = [uv, "pip", "install", "--quiet", "--python", str(partial / "bin/python")]
-            install += [f"ray[data]=={RAY_VERSION}", *_needed()]
-            subprocess.run(install, check=True, timeout=900)
-            partial.rename(folder)
-    return folder / "bin" / "python"
+    packages = [f"ray[data]=={RAY_VERSION}", *_needed()]
+    return environment("ray", RAY_VERSION, packages) / "bin" / "python"
 
 
 def _needed() -> list[str]:

@@ -7,10 +7,8 @@ alone, which a namespace of the programs has.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.environments import environment
 
 PROGRAM = Path(__file__).with_name("air_program.py")
 TREE = Path(__file__).resolve().parents[2]
@@ -47,31 +46,15 @@ exec chroot "$root" "$@"
 
 def air_python() -> Path:
     """The interpreter of an environment that has the other library; torch is this one's."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    cache = Path(home) / "trainmount" / "peers"
-    cache.mkdir(parents=True, exist_ok=True)
-    tag = f"py{sys.version_info.major}.{sys.version_info.minor}"
-    folder = cache / f"databricks-sdk-air=={VERSION}-{tag}"
-    with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            partial = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            _uv("venv", "--quiet", "--relocatable", "--python", sys.executable, str(partial))
-            install = ["pip", "install", "--quiet", "--python", str(partial / "bin/python")]
-            _uv(*install, "--no-deps", f"databricks-sdk-air=={VERSION}")
-            _uv(*install, "mlflow-skinny>=2.17,<4", "sqlalchemy", "alembic")
-            partial.rename(folder)
+    folder = environment(
+        "peers",
+        f"databricks-sdk-air=={VERSION}",
+        ["--no-deps", f"databricks-sdk-air=={VERSION}"],
+        ["mlflow-skinny>=2.17,<4", "sqlalchemy", "alembic"],
+    )
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     (site / "site-packages" / "torch_of_tests.pth").write_text(sysconfig.get_path("purelib"))
     return folder / "bin" / "python"
-
-
-def _uv(*arguments: str) -> None:
-    beside = Path(sys.executable).with_name("uv")
-    uv = str(beside) if beside.exists() else shutil.which("uv")
-    assert uv is not None, "needs uv: pip install uv"
-    subprocess.run([uv, *arguments], check=True, timeout=600)
 
 
 class Jobs:

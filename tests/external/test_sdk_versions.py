@@ -6,10 +6,8 @@ Each version has a virtual environment of its own, made once by uv into the cach
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +17,7 @@ from typing import Any
 
 import pytest
 import urllib3
+from tests.environments import environment
 
 from trainmount_files.server.faults import Fault
 
@@ -35,32 +34,9 @@ _SMALL_STREAMS_IN_PARTS = {"0.162.0": 0, "0.155.0": 1}
 Serve = Callable[..., str]
 
 
-def uv() -> str:
-    """The one that installed this environment, or any other."""
-    beside = Path(sys.executable).with_name("uv")
-    found = str(beside) if beside.exists() else shutil.which("uv")
-    assert found is not None, "needs uv: pip install uv"
-    return found
-
-
 def sdk_python(version: str) -> Path:
     """The interpreter of an environment that has this version of the SDK and what it needs."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    cache = Path(home) / "trainmount" / "sdk"
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / f"{version}-py{sys.version_info.major}.{sys.version_info.minor}"
-    with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            partial = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            # Relocatable: it moves to its place once it is whole.
-            make = [uv(), "venv", "--quiet", "--relocatable", "--python", sys.executable]
-            subprocess.run([*make, str(partial)], check=True, timeout=300)
-            install = [uv(), "pip", "install", "--quiet", "--python", str(partial / "bin/python")]
-            subprocess.run([*install, f"databricks-sdk=={version}"], check=True, timeout=300)
-            partial.rename(folder)
-    return folder / "bin" / "python"
+    return environment("sdk", version, [f"databricks-sdk=={version}"]) / "bin" / "python"
 
 
 @pytest.fixture

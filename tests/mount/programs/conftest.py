@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.environments import environment
 
 PROGRAM_SECONDS = 240
 STREAMING = "mosaicml-streaming==0.13.0"
@@ -84,15 +84,12 @@ def _run() -> Callable[..., str]:
 @pytest.fixture(scope="session")
 def streaming_python() -> str:
     """An interpreter that has MosaicML's streaming, whose numpy is older than the project's."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    cache = Path(home) / "trainmount" / "programs"
-    cache.mkdir(parents=True, exist_ok=True)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    folder = cache / f"{STREAMING.replace('==', '-')}-py{version}"
-    with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            _make_environment(folder)
+    with tempfile.NamedTemporaryFile("w") as overrides:
+        overrides.writelines(f"{name}; python_version < '3'\n" for name in _LEFT_OUT)
+        overrides.flush()
+        packages = ["--overrides", overrides.name, STREAMING]
+        folder = environment("programs", STREAMING.replace("==", "-"), packages)
     # Torch is the project's; it comes after what is installed here.
     site_packages = folder / f"lib/python{version}/site-packages"
     torch = subprocess.run(
@@ -103,20 +100,3 @@ def streaming_python() -> str:
     )
     (site_packages / "project.pth").write_text(str(Path(torch.stdout.strip()).parent) + "\n")
     return str(folder / "bin/python")
-
-
-def _make_environment(folder: Path) -> None:
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    beside = Path(sys.executable).with_name("uv")
-    uv = str(beside) if beside.exists() else shutil.which("uv")
-    assert uv is not None, "needs uv: pip install uv"
-    make = [uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, str(partial)]
-    subprocess.run(make, check=True, timeout=300)
-    overrides = partial / "overrides.txt"
-    overrides.write_text("".join(f"{name}; python_version < '3'\n" for name in _LEFT_OUT))
-    install = [uv, "pip", "install", "--quiet", "--python", str(partial / "bin/python")]
-    command = [*install, "--overrides", str(overrides), STREAMING]
-    subprocess.run(command, check=True, timeout=300)
-    # Relocatable: it moves to its place once it is whole.
-    partial.rename(folder)

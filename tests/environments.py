@@ -1,0 +1,45 @@
+"""Python environments beside the project's, for what needs other packages than it has. Made where
+they are not there yet, and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["environment", "uv"]
+
+
+def uv(*arguments: str) -> None:
+    """Run the one that installed this environment, or any other."""
+    beside = Path(sys.executable).with_name("uv")
+    found = str(beside) if beside.exists() else shutil.which("uv")
+    assert found is not None, "needs uv: pip install uv"
+    subprocess.run([found, *arguments], check=True, timeout=900)
+
+
+def environment(group: str, name: str, *installs: Sequence[str]) -> Path:
+    """The folder of the environment `name`, for this version of Python; `installs` are what `uv pip
+    install` is given, one call after another. Processes that want it at once make it once.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    cache = Path(home) / "trainmount" / group
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / f"{name}-py{sys.version_info.major}.{sys.version_info.minor}"
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            partial = folder.with_name(f"{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            # Relocatable: it moves to its place once it is whole.
+            uv("venv", "--quiet", "--relocatable", "--python", sys.executable, str(partial))
+            python = str(partial / "bin" / "python")
+            for packages in installs:
+                uv("pip", "install", "--quiet", "--python", python, *packages)
+            partial.rename(folder)
+    return folder
