@@ -8,15 +8,12 @@ each file.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from loader_programs import BATCH_SIZE, NUM_WORKERS, SECOND_EPOCH
+from loader_programs import NUM_WORKERS, SECOND_EPOCH
 from measure import (
     Comparison,
     Program,
@@ -24,19 +21,14 @@ from measure import (
     Timing,
     compare,
     drop_page_cache,
-    measured,
     run_program,
     take_turns,
 )
 from peers import AIR, air_python, below_volumes
 from places import ROOT, Mount, Store, link_tree, mounted, serving, write_files
-from programs import load_client
 from topics import Setting, as_files
 
-__all__ = ["read_by_torch", "read_by_trainmount", "run"]
-
-PREFETCH_FACTOR = 4
-_PR_SET_PDEATHSIG = 1
+__all__ = ["run"]
 
 Side = Callable[[int], Sample]
 
@@ -99,7 +91,7 @@ def _against_air(
             def read(number: int) -> Sample:
                 def measure() -> Timing:
                     path = root / name(2 * number + offset)
-                    timing = _run(setting, program, path, module="loader_programs", **options)
+                    timing = _run(setting, program, path, **options)
                     seconds = timing.details[SECOND_EPOCH]
                     second[whose].append(Sample(seconds=seconds, peak_mib=timing.peak_mib))
                     return timing
@@ -113,8 +105,8 @@ def _against_air(
         other = {"PYTHONPATH": "", "HOME": folder, "TMPDIR": folder}
         ours, theirs = take_turns(
             {
-                f"trainmount, {where}": side("ours", "read_by_trainmount", 0),
-                AIR: side("theirs", "read_by_peer", 1, environment=other, python=python),
+                f"trainmount, {where}": side("ours", "read_paths_by_trainmount", 0),
+                AIR: side("theirs", "read_paths_by_peer", 1, environment=other, python=python),
             },
             setting.repeats,
         ).values()
@@ -192,73 +184,6 @@ def _cached(setting: Setting, mount: Mount, native: Path) -> list[Comparison]:
     ]
 
 
-# In a process of their own
-
-
-def read_by_trainmount(directory: str, num_files: int, file_bytes: int) -> Timing:
-    """One epoch of `trainmount.data.DataLoader`, the listing and the start of its workers too."""
-    from trainmount.data import DataLoader, UCVolumeDataset
-
-    load_client()
-    with measured() as timing:
-        dataset = UCVolumeDataset(directory, item="bytes")
-        loader = DataLoader(
-            dataset,
-            batch_size=BATCH_SIZE,
-            num_workers=NUM_WORKERS,
-            prefetch_factor=PREFETCH_FACTOR,
-            collate_fn=list,
-        )
-        num_bytes = sum(len(item) for batch in loader for item in batch)
-    _check(num_bytes, num_files * file_bytes)
-    return timing
-
-
-def read_by_torch(directory: str, num_files: int, file_bytes: int) -> Timing:
-    """One epoch of torch's DataLoader over the files of a directory, its listing and the start of
-    its workers too."""
-    from torch.utils.data import DataLoader, Dataset
-
-    class Files(Dataset[bytes]):
-        def __init__(self) -> None:
-            with os.scandir(directory) as entries:
-                self.paths = sorted(entry.path for entry in entries if entry.is_file())
-
-        def __len__(self) -> int:
-            return len(self.paths)
-
-        def __getitem__(self, index: int) -> bytes:
-            with open(self.paths[index], "rb") as file:  # noqa: PTH123 - the fastest there is
-                return file.read()
-
-    with measured() as timing:
-        loader: DataLoader[Any] = DataLoader(
-            Files(),
-            batch_size=BATCH_SIZE,
-            num_workers=NUM_WORKERS,
-            prefetch_factor=PREFETCH_FACTOR,
-            collate_fn=list,
-            persistent_workers=True,
-            worker_init_fn=_end_with_parent,
-        )
-        num_bytes = sum(len(item) for batch in loader for item in batch)
-    _check(num_bytes, num_files * file_bytes)
-    return timing
-
-
-def _end_with_parent(_worker: int) -> None:
-    """torch's workers stay for ever where the benchmark is stopped while they hand a batch over."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _check(num_bytes: int, expected: int) -> None:
-    if num_bytes != expected:
-        raise RuntimeError(f"{num_bytes} bytes were loaded, {expected} are stored")
-
-
-# Outside
-
-
 def _files(setting: Setting) -> str:
     return f"{setting.num_files:,} files of {setting.file_bytes // 1000} kB"
 
@@ -269,7 +194,6 @@ def _run(
     directory: Path | str,
     environment: Mapping[str, str] | None = None,
     *,
-    module: str = "loader",
     python: Path | None = None,
 ) -> Timing:
     arguments = {
@@ -279,7 +203,7 @@ def _run(
     }
     return run_program(
         Program(
-            module=module,
+            module="loader_programs",
             name=loader,
             arguments=arguments,
             environment=environment or {},
