@@ -18,7 +18,9 @@ VolumeError                    an operation on a volume failed
 ├── Cancelled                  the caller cancelled the transfer, or closed the volume
 ├── LocalError                 a file of this machine cannot be read or written; says the errno
 └── Unavailable                throttled, 5xx, network; retried until the deadline, may succeed
-later
+    │                           later
+    └── NoSpace                the store is full (HTTP 507)
+        └── QuotaExceeded      the bucket, its owner or the directory is at its quota
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 __all__ = [
+    "NO_SPACE_BY_CODE",
     "AlreadyExists",
     "Cancelled",
     "DirectoryNotEmpty",
@@ -35,10 +39,12 @@ __all__ = [
     "InvalidRequest",
     "IsADirectory",
     "LocalError",
+    "NoSpace",
     "NotADirectory",
     "NotFound",
     "PermissionDenied",
     "PreconditionFailed",
+    "QuotaExceeded",
     "TooLarge",
     "Unauthenticated",
     "Unavailable",
@@ -126,6 +132,25 @@ class LocalError(VolumeError):
 
 class Unavailable(VolumeError):
     """Throttled, a server error or the network, until the deadline had passed."""
+
+
+class NoSpace(Unavailable):
+    """The store is full. What was to be written can be written once there is room."""
+
+
+class QuotaExceeded(NoSpace):
+    """The same of a quota: the store has room, but not for this bucket, owner or directory."""
+
+
+NO_SPACE_BY_CODE: Final[dict[str, type[NoSpace]]] = {
+    "InsufficientStorage": NoSpace,
+    "XMinioStorageFull": NoSpace,
+    "QuotaExceeded": QuotaExceeded,
+    "XMinioAdminBucketQuotaExceeded": QuotaExceeded,
+}
+"""How object stores say it, behind signed URLs too: Ceph and its kin answer a quota with HTTP 403,
+MinIO with 400. The stores of AWS, Google and Azure have no end.
+"""
 
 
 @contextmanager

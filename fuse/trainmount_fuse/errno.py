@@ -15,10 +15,12 @@ from trainmount_files.errors import (
     InexactRange,
     InvalidRequest,
     IsADirectory,
+    NoSpace,
     NotADirectory,
     NotFound,
     PermissionDenied,
     PreconditionFailed,
+    QuotaExceeded,
     TooLarge,
     Unauthenticated,
     Unavailable,
@@ -43,6 +45,8 @@ ERRNO_BY_ERROR: Final[dict[type[VolumeError], int]] = {
     InexactRange: errno.EIO,
     Cancelled: errno.EINTR,
     Unavailable: errno.EAGAIN,
+    NoSpace: errno.ENOSPC,
+    QuotaExceeded: errno.EDQUOT,
 }
 
 
@@ -63,12 +67,12 @@ def errno_of(error: BaseException) -> int:
 
 def errno_of_transfer(error: BaseException) -> int:
     """The same for bytes: a program does not expect EAGAIN from a regular file, so Unavailable is
-    EIO there.
+    EIO there, unless the store only has no room.
 
     A file that is gone under an open handle is ESTALE: the name it was opened by is not what the
     program asked about.
     """
-    if isinstance(error, Unavailable):
+    if isinstance(error, Unavailable) and not isinstance(error, NoSpace):
         return errno.EIO
     if isinstance(error, NotFound):
         return errno.ESTALE

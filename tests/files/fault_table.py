@@ -17,6 +17,7 @@ from trainmount_files import (
     AlreadyExists,
     InexactRange,
     InvalidRequest,
+    NoSpace,
     NotFound,
     PermissionDenied,
     PreconditionFailed,
@@ -217,7 +218,7 @@ STATUSES: Final[dict[int, tuple[type[VolumeError], bool]]] = {
     502: (Unavailable, True),
     503: (Unavailable, True),
     504: (Unavailable, True),
-    507: (Unavailable, False),
+    507: (NoSpace, False),
 }
 """What a status means, and whether another try is worth while."""
 

@@ -33,10 +33,12 @@ from trainmount_files import (
     InexactRange,
     InvalidRequest,
     IsADirectory,
+    NoSpace,
     NotADirectory,
     NotFound,
     PermissionDenied,
     PreconditionFailed,
+    QuotaExceeded,
     TooLarge,
     Unauthenticated,
     Unavailable,
@@ -645,6 +647,9 @@ def test_whoever_may_not_look_at_the_path_is_told_that_the_upload_failed(
         (503, "SlowDown", Unavailable),
         (500, "InternalError", Unavailable),
         (429, "TooManyRequests", Unavailable),
+        (507, "XMinioStorageFull", NoSpace),
+        (400, "XMinioAdminBucketQuotaExceeded", QuotaExceeded),
+        (403, "QuotaExceeded", QuotaExceeded),
     ],
 )
 def test_each_answer_is_the_right_error_and_tells_no_secret(

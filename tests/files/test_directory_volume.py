@@ -4,6 +4,7 @@ directory.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import threading
@@ -16,9 +17,11 @@ from trainmount_files import (
     ByteRange,
     InvalidRequest,
     IsADirectory,
+    NoSpace,
     NotADirectory,
     NotFound,
     PreconditionFailed,
+    QuotaExceeded,
     VolumeError,
     list_directory,
     open_volume,
@@ -222,3 +225,25 @@ def test_calls_after_close_raise(volume: DirectoryVolume) -> None:
     volume.close()
     with pytest.raises(ValueError, match="closed"):
         volume.stat("")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, NoSpace), (errno.EDQUOT, QuotaExceeded)]
+)
+def test_a_disk_without_room_is_told_apart_from_one_that_fails(
+    volume: DirectoryVolume,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    kind: type[VolumeError],
+) -> None:
+    volume.put("f", b"before")
+
+    def write(descriptor: int, data: memoryview) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(kind):
+        volume.put("f", b"new")
+    monkeypatch.undo()
+    assert (root / "f").read_bytes() == b"before"

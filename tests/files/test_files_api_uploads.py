@@ -612,6 +612,8 @@ def test_an_entry_that_could_leave_the_directory_is_left_out_with_a_warning(
         (418, "", "InvalidRequest"),
         (501, "", "Unsupported"),
         (505, "", "Unavailable"),
+        (507, "RESOURCE_EXHAUSTED", "NoSpace"),
+        (403, "QuotaExceeded", "QuotaExceeded"),
         (301, "", "Unsupported"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import gzip
 import logging
@@ -148,6 +149,24 @@ def test_a_file_that_the_store_refuses_leaves_the_path_as_it_was(server: LocalSe
     statistics = server.statistics()
     assert (statistics["open_uploads"], statistics["staged_bytes"]) == (0, 0)
     assert "presigned_put" not in statistics["requests"]
+    volume.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "number"),
+    [(507, "RESOURCE_EXHAUSTED", errno.ENOSPC), (403, "QuotaExceeded", errno.EDQUOT)],
+)
+def test_a_store_without_room_is_a_full_disk_to_who_writes(
+    server: LocalServer, status: int, code: str, number: int
+) -> None:
+    volume = FilesApiVolume(ROOT, Credentials(host=server.url, token=TOKEN), OPTIONS)
+    routes = ("presigned_put", "put_file")
+    server.inject(*(Fault(route=route, status=status, error_code=code) for route in routes))
+    for size in (100, 300_000):
+        with pytest.raises(OSError, match=f"HTTP {status} {code}") as error:
+            write(over(volume), os.urandom(size))
+        assert error.value.errno == number
+    assert server.statistics()["open_uploads"] == 0
     volume.close()
 
 

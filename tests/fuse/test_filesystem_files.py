@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from trainmount_files.errors import PermissionDenied, Unavailable
+from trainmount_files.errors import NoSpace, PermissionDenied, QuotaExceeded, Unavailable
 from trainmount_fuse.attributes import ROOT_INO, AttributeChanges
 
 
@@ -126,6 +126,8 @@ async def test_many_appends_lose_and_double_nothing(world: Any) -> None:
     [
         (PermissionDenied("upload", "f", "refused"), errno.EACCES),
         (Unavailable("upload", "f", "answered 500"), errno.EIO),
+        (NoSpace("upload", "f", "answered 507"), errno.ENOSPC),
+        (QuotaExceeded("upload", "f", "answered 403"), errno.EDQUOT),
     ],
 )
 async def test_a_refused_overwrite_is_an_error_at_close_and_the_old_file_stays(

@@ -9,7 +9,7 @@ import stat
 import pytest
 import trio
 
-from trainmount_files.errors import NotFound, Unavailable
+from trainmount_files.errors import NoSpace, NotFound, QuotaExceeded, Unavailable
 from trainmount_fuse.attributes import Attributes, OpenFile, StatFs
 
 pyfuse3 = pytest.importorskip("pyfuse3")
@@ -94,6 +94,8 @@ def test_the_filesystem_decides_whether_the_kernel_keeps_pages(keep_cache):
         ("read", NotFound("read", "x", "gone"), (3, 0, 10), errno.ESTALE),
         ("mkdir", Unavailable("mkdir", "x", "503"), (1, b"x", 0o755, None), errno.EAGAIN),
         ("flush", Unavailable("put", "x", "503"), (3,), errno.EIO),
+        ("fsync", NoSpace("put", "x", "507"), (3, False), errno.ENOSPC),
+        ("mkdir", QuotaExceeded("mkdir", "x", "403"), (1, b"x", 0o755, None), errno.EDQUOT),
         ("rmdir", OSError(errno.ENOTEMPTY, "full"), (1, b"x", None), errno.ENOTEMPTY),
     ],
 )

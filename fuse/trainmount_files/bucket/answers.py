@@ -9,14 +9,17 @@ import re
 from typing import Final
 
 from trainmount_files.errors import (
+    NO_SPACE_BY_CODE,
     AlreadyExists,
     InexactRange,
     InvalidRequest,
     IsADirectory,
+    NoSpace,
     NotADirectory,
     NotFound,
     PermissionDenied,
     PreconditionFailed,
+    QuotaExceeded,
     TooLarge,
     Unauthenticated,
     Unavailable,
@@ -59,9 +62,11 @@ _BY_STATUS: Final[dict[int, type[VolumeError]]] = {
     413: TooLarge,
     416: InexactRange,
     429: Unavailable,
+    507: NoSpace,
 }
 
 _BY_CODE: Final[dict[str, type[VolumeError]]] = {
+    **NO_SPACE_BY_CODE,
     "InvalidAccessKeyId": Unauthenticated,
     "SignatureDoesNotMatch": Unauthenticated,
     "ExpiredToken": Unauthenticated,
@@ -104,6 +109,8 @@ _REASONS: Final[dict[type[VolumeError], str]] = {
     TooLarge: "above a limit of the store",
     Unsupported: "the store cannot do this",
     InvalidRequest: "the store refuses the request",
+    NoSpace: "the store is full",
+    QuotaExceeded: "the bucket is at its quota",
     Unavailable: "the store cannot be reached",
 }
 

@@ -21,9 +21,11 @@ from trainmount_files.errors import (
     DirectoryNotEmpty,
     InvalidRequest,
     IsADirectory,
+    NoSpace,
     NotADirectory,
     NotFound,
     PermissionDenied,
+    QuotaExceeded,
     Unavailable,
     Unsupported,
     VolumeError,
@@ -68,6 +70,8 @@ _ERRORS: Final[dict[int, type[VolumeError]]] = {
     errno.ENAMETOOLONG: InvalidRequest,
     errno.EILSEQ: InvalidRequest,
     errno.EINVAL: InvalidRequest,
+    errno.ENOSPC: NoSpace,
+    errno.EDQUOT: QuotaExceeded,
 }
 
 

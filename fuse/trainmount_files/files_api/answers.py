@@ -15,10 +15,12 @@ from email.utils import formatdate, parsedate_to_datetime
 from typing import Any, Final
 
 from trainmount_files.errors import (
+    NO_SPACE_BY_CODE,
     AlreadyExists,
     DirectoryNotEmpty,
     InexactRange,
     InvalidRequest,
+    NoSpace,
     NotFound,
     PermissionDenied,
     PreconditionFailed,
@@ -72,6 +74,7 @@ _BY_STATUS: Final[dict[int, type[VolumeError]]] = {
     425: Unavailable,
     429: Unavailable,
     501: Unsupported,
+    507: NoSpace,
 }
 
 _MAKING: Final = frozenset({"put", "upload", "make directory", "rename"})
@@ -120,7 +123,10 @@ def error_of(
     text = one_line(f"HTTP {status} {said}".strip(), *secrets)
     if _NOT_EMPTY_REASON in reasons:
         return DirectoryNotEmpty(operation, path, text)
-    kind = _BY_CODE.get(code) or _BY_STATUS.get(status)
+    by_status = _BY_STATUS.get(status)
+    # RESOURCE_EXHAUSTED is said of a full disk (507) as well as of too many requests.
+    by_code = None if by_status is NoSpace else _BY_CODE.get(code)
+    kind = NO_SPACE_BY_CODE.get(code) or by_code or by_status
     if kind is AlreadyExists and operation not in _MAKING:
         # Where nothing was to be made, the conflict is about the request.
         kind = InvalidRequest

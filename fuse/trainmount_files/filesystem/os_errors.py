@@ -18,10 +18,12 @@ from trainmount_files.errors import (
     InvalidRequest,
     IsADirectory,
     LocalError,
+    NoSpace,
     NotADirectory,
     NotFound,
     PermissionDenied,
     PreconditionFailed,
+    QuotaExceeded,
     TooLarge,
     Unauthenticated,
     Unavailable,
@@ -48,6 +50,8 @@ _NUMBERS: Final[dict[type[VolumeError], int]] = {
     Cancelled: errno.ECANCELED,
     # Not EAGAIN: a BlockingIOError means "nothing yet" to the classes of `io`.
     Unavailable: errno.EIO,
+    NoSpace: errno.ENOSPC,
+    QuotaExceeded: errno.EDQUOT,
 }
 
 _OF_THE_STORE: Final = (Unavailable, Unauthenticated, Cancelled)

@@ -38,9 +38,9 @@ class Nodes:
             self.server.source, *options, name=name, environment=environment, **others
         )
 
-    def refuse(self, **rule: Any) -> None:
-        """From now on the server answers so (server/faults.py); without a rule, as it should."""
-        self._faults.write_text(json.dumps([rule] if rule else []))
+    def refuse(self, *routes: str, **rule: Any) -> None:
+        """From now on the server answers so (server/faults.py); without routes, as it should."""
+        self._faults.write_text(json.dumps([{"route": route, **rule} for route in routes]))
 
     def requests(self) -> Counter[str]:
         """Those that the server has had, by route."""

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import pytest
 from tests.mount.conftest import FilesServer, MountProcess, wait_until
-from tests.mount.semantics.conftest import Nodes, Place, errno_of, local_files, trainmount
+from tests.mount.semantics.conftest import Nodes, Place, errno_of, local_files, trainmount, tree
+
+MIB = 1 << 20
 
 
 @pytest.mark.quotes(
@@ -39,7 +41,7 @@ def test_what_is_acknowledged_is_stored_and_nothing_before(nodes: Nodes, place: 
         mapped.flush()
         assert (place.b / "old").read_bytes() == (place.store / "old").read_bytes() == b"2222"
         os.pwrite(new, b"3", 4)
-        nodes.refuse(route="put_file", status=403)
+        nodes.refuse("put_file", status=403)
         mapped[:] = b"3333"
         assert errno_of(mapped.flush) == "EACCES"
         refused = [errno_of(call, new) for call in (os.fsync, os.fdatasync)]
@@ -83,7 +85,7 @@ def test_what_a_close_could_not_send_is_kept_named_and_sent_later(
     relative = f"{place.a.name}/f"
 
     def fail(data: bytes) -> None:
-        nodes.refuse(route="put_file", status=403)
+        nodes.refuse("put_file", status=403)
         assert errno_of(path.write_bytes, data) == "EACCES"
         wait_until(lambda: local_files(mount) == [("failed", relative)], "the release")
 
@@ -112,6 +114,39 @@ def test_what_a_close_could_not_send_is_kept_named_and_sent_later(
 
 
 @pytest.mark.quotes(
+    "ENOSPC, EDQUOT | the store is full, or the bucket at its quota: `close`, `fsync`, `mkdir`, "
+    "`rename`; written bytes stay on this node as after any failure"
+)
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"status": 507, "error_code": "RESOURCE_EXHAUSTED"}, "ENOSPC"),
+        ({"status": 403, "error_code": "QuotaExceeded"}, "EDQUOT"),
+    ],
+)
+@pytest.mark.parametrize("size", [100, 60 * MIB])
+def test_a_store_without_room_says_so_and_the_bytes_wait_for_room(
+    nodes: Nodes, place: Place, size: int, answer: dict[str, object], expected: str
+) -> None:
+    path, new = place.stored("f", b"before"), os.urandom(size)
+    (place.a / "moved").write_bytes(b"moved")
+    nodes.refuse("put_file", "presigned_put", "make_directory", **answer)
+    assert errno_of((place.a / "d").mkdir) == expected
+    assert errno_of((place.a / "moved").rename, place.a / "elsewhere") == expected
+    file = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    for start in range(0, size, MIB):
+        os.write(file, new[start : start + MIB])
+    assert [errno_of(os.fsync, file), errno_of(os.close, file)] == [expected, expected]
+    kept = ("failed", f"{place.a.name}/f")
+    wait_until(lambda: kept in local_files(nodes.a), "the release")
+    assert path.read_bytes() == (place.store / "f").read_bytes() == b"before"
+    nodes.refuse()
+    assert trainmount("flush", nodes.a.mountpoint) == "1 file uploaded\n"
+    assert path.read_bytes() == (place.store / "f").read_bytes() == new
+    assert tree(place.store).keys() == {"f", "moved"}
+
+
+@pytest.mark.quotes(
     "What a mapping writes after the last `close` is sent when the mapping ends, and nobody is "
     "told of an error."
 )
@@ -127,7 +162,7 @@ def test_a_mapping_outlives_the_last_close(nodes: Nodes, place: Place) -> None:
     expected = bytes(4096) + b"late" + bytes(4092)
     wait_until(lambda: (place.store / "sent").read_bytes() == expected, "the upload")
     pages = mapped("refused")
-    nodes.refuse(route="put_file", status=403)
+    nodes.refuse("put_file", status=403)
     pages[:4] = b"late"
     assert errno_of(pages.close) == ""
     failed = ("failed", f"{place.a.name}/refused")

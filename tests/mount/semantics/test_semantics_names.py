@@ -124,16 +124,16 @@ def test_a_rename_over_a_file_is_seen_done_or_not(place: Place) -> None:
 def test_a_rename_that_the_store_refuses_loses_nothing(nodes: Nodes, place: Place) -> None:
     path = place.stored("f", b"f")
     place.stored("g", b"g")
-    nodes.refuse(route="put_file", status=403)
+    nodes.refuse("put_file", status=403)
     assert errno_of(path.rename, place.a / "h") == "EACCES"
     file = os.open(place.a / "g", os.O_WRONLY)
     os.write(file, b"G")
     assert errno_of(os.close, file) == "EACCES"
     assert tree(place.store) == {"f": b"f", "g": b"g"}
-    nodes.refuse(route="delete_file", status=403)
+    nodes.refuse("delete_file", status=403)
     assert errno_of(path.rename, place.a / "h") == "EACCES"
     assert tree(place.store) == {"f": b"f", "g": b"g", "h": b"f"}
-    nodes.refuse(route="*", status=403)
+    nodes.refuse("*", status=403)
     refused = [
         errno_of((place.a / "unknown").stat),
         errno_of(path.open),

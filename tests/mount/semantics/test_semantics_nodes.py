@@ -205,7 +205,7 @@ def test_a_store_that_does_not_answer(nodes: Nodes, place: Place) -> None:
     place.stored("g", b"g")
     reader, writer = os.open(here / "f", os.O_RDONLY), os.open(here / "new", os.O_CREAT | os.O_RDWR)
     os.write(writer, b"new")
-    nodes.refuse(route="*", status=503)
+    nodes.refuse("*", status=503)
     calls = [
         *((here / "g").stat, (here / "none").stat, (here / "g").open),
         *(partial(os.listdir, here), (here / "d").mkdir, (here / "f").unlink),
