@@ -154,6 +154,34 @@ def skip(arguments: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def quarantine(arguments: dict[str, Any]) -> None:
+    """Find a damaged file on each rank in the first epoch, which is whole again in the second;
+    save, and resume; write down what was delivered and what is known to be in quarantine.
+    """
+    me = world()
+    _join(me.rank, me.world_size)
+    root = Path(arguments["root"])
+    dataset = UCVolumeDataset(str(root / "data"), on_error="quarantine", max_skipped=2)
+    loader = DataLoader(dataset, batch_size=2, num_workers=0)
+    dist.barrier()
+    own = root / "data" / f"f00{me.rank}"
+    content = own.read_bytes()
+    own.write_bytes(b"short")
+    told: list[list[str]] = []
+    for _ in range(2):
+        told.append([Path(path).name for batch in loader for path in batch])
+        told.append(sorted(loader.quarantined))
+        own.write_bytes(content)
+    with Checkpointer(
+        root / "checkpoints", state={}, loader=loader, on_sigterm=False
+    ) as checkpoints:
+        checkpoints.save(1)
+        checkpoints.resume()
+    told.append(sorted(loader.state_dict()["skipped"]["quarantined"]))
+    (root / f"told-{me.rank}").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
 def count_on(arguments: dict[str, Any]) -> None:
     """Iterate over a dataset that has a state for each rank, save after three items a rank, or
     resume; write down the rest.
@@ -379,6 +407,7 @@ PROGRAMS = {
     "consume": consume,
     "count_on": count_on,
     "disagree": disagree,
+    "quarantine": quarantine,
     "skip": skip,
     "stream": stream,
     "train": train,

@@ -274,4 +274,4 @@ def test_what_a_file_can_become_is_skipped_or_told(item: str, tmp_path: Path) ->
     (tmp_path / "d").mkdir()
     assert len(list(dataset)) == 1
     fetched = dataset.fetch(range(5), "here")
-    assert (fetched.skipped, len(fetched.items)) == (["a", "b", "c", "d"], 1)
+    assert (list(fetched.skipped), len(fetched.items)) == (["a", "b", "c", "d"], 1)

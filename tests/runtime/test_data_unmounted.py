@@ -156,6 +156,22 @@ def test_a_file_that_is_gone_and_a_directory_that_never_was_are_told(
         UCVolumeDataset(f"{VOLUME}/never")
 
 
+def test_a_file_in_quarantine_is_asked_for_once_and_never_again(
+    served: Served, files: Path, tmp_path: Path
+) -> None:
+    dataset = over(files, tmp_path, on_error="quarantine", cache_size_bytes=0, shuffle=True)
+    (files / "f001").unlink()
+    loader = DataLoader(dataset, 2, num_workers=2)
+    with served.counting() as requests:
+        assert sum(len(batch) for batch in loader) == 9
+    assert requests == {"get_file": 10}
+    for _ in range(2):
+        with served.counting() as requests:
+            assert sum(len(batch) for batch in loader) == 9
+        assert requests == {"get_file": 9}
+    assert list(loader.quarantined) == ["f001"]
+
+
 # In a program of its own: a forkserver that was started before has the environment of that time.
 STARTED = """
 import sys

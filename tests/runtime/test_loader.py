@@ -316,7 +316,7 @@ def test_the_state_says_which_files_were_left_out(tmp_path: Path, make_files: Ma
     next(iter(resumed))
     assert resumed.state_dict()["skipped"] == {"count": 2, "names": ["f001", "f005"]}
     assert (resumed.num_skipped, resumed.skipped) == (1, ("f005",)), "in this process"
-    many = Skipped(3, ("a",)).plus([f"f{number}" for number in range(200)])
+    many = Skipped(3, ("a",)).plus(Skipped(200, tuple(f"f{number}" for number in range(200))))
     assert (many.count, many.names[:2], len(many.names)) == (203, ("a", "f0"), 100)
     del state["skipped"]
     resumed.load_state_dict(state)

@@ -114,13 +114,18 @@ def test_a_loader_logs_its_times_and_the_files_it_left_out(
     tracking: Tracking, tmp_path: Path, make_files: Callable[[Path, int], Any]
 ) -> None:
     make_files(tmp_path, 5)
-    loader = DataLoader(UCVolumeDataset(str(tmp_path), on_error="skip"), 2, num_workers=0)
+    (tmp_path / "f005").touch()
+    loader = DataLoader(UCVolumeDataset(str(tmp_path), on_error="quarantine"), 2, num_workers=0)
     (tmp_path / "f003").unlink()
     list(loader)
-    [(metrics, step)] = tracking.logged
+    (tmp_path / "f004").unlink()
+    list(loader)
+    [(metrics, step), (later, _)] = tracking.logged
     assert step == 3
     assert metrics["dataloader/skipped_files/rank_0"] == 1.0
     assert metrics["dataloader/fetch_seconds/rank_0"] > 0
+    names = ("skipped_files", "quarantined_files")
+    assert [later[f"dataloader/{name}/rank_0"] for name in names] == [2.0, 2.0]
 
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

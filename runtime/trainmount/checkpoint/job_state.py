@@ -189,18 +189,20 @@ class JobState:
 
 
 def _skipped_by(loader: DataLoader | None) -> Skipped:
-    """What this rank has left out since it was started."""
-    return Skipped(loader.num_skipped, loader.skipped) if loader is not None else Skipped()
+    """What this rank has left out since it was started, and all that it knows in quarantine."""
+    if loader is None:
+        return Skipped()
+    return Skipped(loader.num_skipped, loader.skipped, loader.quarantined)
 
 
 def _with_skipped(state: dict[str, Any], others: Iterable[Skipped]) -> dict[str, Any]:
     """A loader's state, with what the other ranks have left out where it is the whole job's."""
     if "skipped" not in state:
         return state
-    total = Skipped(state["skipped"]["count"], tuple(state["skipped"]["names"]))
+    total = Skipped.from_state(state["skipped"])
     for one in others:
-        total = total.plus(one.names, one.count)
-    return {**state, "skipped": {"count": total.count, "names": list(total.names)}}
+        total = total.plus(one)
+    return {**state, "skipped": total.to_state()}
 
 
 @dataclass(frozen=True, slots=True)

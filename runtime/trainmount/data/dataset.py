@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,9 +60,11 @@ class UCVolumeDataset(IterableDataset[Any]):
         item: "path" gives a local path, valid until the next item (or batch) is asked for; "bytes"
             the content; "file" an open binary file.
         on_error: what a missing or damaged file does: "raise"; "skip" leaves it out, logged and
-            counted; "retry" reads a damaged one again, up to four times in 1.5 seconds, and then
-            raises.
-        max_skipped: more skipped files than this in one process are an error all the same.
+            counted; "quarantine" does that once, and then leaves the file out of all later epochs
+            and resumed jobs without another look; "retry" reads a damaged one again, up to four
+            times in 1.5 seconds, and then raises.
+        max_skipped: more skipped files than this in one process, or more files than this in
+            quarantine, are an error all the same.
         distributed: share the files among the ranks. All ranks then construct the dataset together,
             and rank 0 lists for all. False: this process reads all files by itself (an evaluation
             on one rank, say).
@@ -102,7 +104,7 @@ class UCVolumeDataset(IterableDataset[Any]):
         super().__init__()
         for name, value, allowed in (
             ("item", item, ("path", "bytes", "file")),
-            ("on_error", on_error, ("raise", "skip", "retry")),
+            ("on_error", on_error, ("raise", "skip", "retry", "quarantine")),
         ):
             if value not in allowed:
                 choice = ", ".join(map(repr, allowed[:-1])) + f" or {allowed[-1]!r}"
@@ -125,6 +127,7 @@ class UCVolumeDataset(IterableDataset[Any]):
         self._cache = FileCache(cache_size_bytes, Path(cache_dir) if cache_dir else None)
         self._source: Source = open_source(self.path, self._cache)
         self._stream_start = self._stream_delivered = 0
+        self._quarantined: dict[str, str] = {}
         self._grid = Grid(0, 1)
         self._is_agreed = False
         self.manifest = self._list_agreed(Selection(self.path, pattern, files, checksums, manifest))
@@ -208,9 +211,11 @@ class UCVolumeDataset(IterableDataset[Any]):
         """Nothing of that iteration is going to be used any more."""
         self._cache.abandon(group)
 
-    def begin_epoch(self) -> None:
-        """Another iteration begins in this process: what was expected is not fetched any more."""
-        self._items.begin_epoch()
+    def begin_epoch(self, quarantined: Collection[int]) -> None:
+        """Another iteration begins in this process: what was expected is not fetched any more, nor
+        are these files. Raises TooManySkipped where those are more than `max_skipped`.
+        """
+        self._items.begin_epoch(quarantined)
 
     def check_skipped(self, count: int, last: str) -> None:
         """Raises TooManySkipped where so many skipped files are more than `max_skipped`."""
@@ -225,12 +230,14 @@ class UCVolumeDataset(IterableDataset[Any]):
         self._stream_start, self._stream_delivered = 0, start
         indices = (order[place] for place in places[start:])
         upcoming = deque(itertools.islice(indices, _STREAM_AHEAD))
-        self.begin_epoch()
+        self.begin_epoch(self.manifest.numbers_of(self._quarantined))
         self.expect(upcoming)
         copies = self._copies_in_use()
         try:
             while upcoming:
-                items, _, new = self.fetch([upcoming.popleft()], copies.group)
+                items, skipped, new = self.fetch([upcoming.popleft()], copies.group)
+                if self.on_error == "quarantine":
+                    self._quarantined.update(skipped)
                 # The item before is valid until here: its consumer has come back for the next one.
                 copies.replace(new)
                 for index in itertools.islice(indices, 1):
@@ -246,12 +253,14 @@ class UCVolumeDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The progress of this (rank, loader worker)'s stream in direct iteration. JSON-able."""
         rank, worker_id = self.grid().rank, _worker()[0]
+        known = {"quarantined": dict(self._quarantined)} if self._quarantined else {}
         return {
             "version": _STREAM_STATE_VERSION,
             "delivered": self._stream_delivered,
             "rank": rank,
             "worker_id": worker_id,
             "epoch": self.epoch,
+            **known,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -279,6 +288,8 @@ class UCVolumeDataset(IterableDataset[Any]):
             )
         self._stream_start = self._stream_delivered = delivered
         self.epoch = int(state_dict.get("epoch", self.epoch))
+        if self.on_error == "quarantine":
+            self._quarantined = dict(state_dict.get("quarantined", {}))
 
     # Private
 

@@ -32,13 +32,18 @@ class Drawn(NamedTuple):
     """Where its global batch begins."""
     place: int
     """In the order."""
+    quarantined: frozenset[int]
+    """Files that are left out, by their numbers."""
 
 
 class Collated(NamedTuple):
     """A batch on its way from a worker."""
 
     batch: Any
-    skipped: list[str]
+    is_empty: bool
+    """True if all of its files were left out."""
+    skipped: dict[str, str]
+    """Files that were found missing or damaged, and why."""
     copies: list[str]
     """To be released when the batch is used."""
 
@@ -49,11 +54,18 @@ class Draws(Protocol):
     def next_order(self) -> Iterator[Drawn]: ...
 
 
-def draw(group: str, order: Order | Rest, plan: Plan, grid: Grid, start: int) -> Iterator[Drawn]:
+def draw(
+    group: str,
+    order: Order | Rest,
+    plan: Plan,
+    grid: Grid,
+    start: int,
+    quarantined: frozenset[int],
+) -> Iterator[Drawn]:
     """The rank's samples of an epoch's global batches from `start` on."""
     for delivered in range(start, plan.count, plan.global_batch_size):
         for place in plan.share(delivered, grid):
-            yield Drawn(group, order, delivered, place)
+            yield Drawn(group, order, delivered, place, quarantined)
 
 
 class Fetching(Dataset[Any]):
@@ -84,10 +96,10 @@ class Fetching(Dataset[Any]):
         return self.__getitems__([drawn])
 
     def __getitems__(self, batch: list[Drawn]) -> Fetched:
-        group, order, delivered, _ = batch[0]
+        group, order, delivered, _, quarantined = batch[0]
         if group != self._group:
             self._group, self._not_expected = group, delivered
-            self.files.begin_epoch()
+            self.files.begin_epoch(quarantined)
         self._expect(order, delivered)
         return self.files.fetch([order[drawn.place] for drawn in batch], group)
 
@@ -128,6 +140,6 @@ class Collating:
     def __call__(self, fetched: Fetched) -> Collated:
         items, skipped, copies = fetched
         if not items:
-            return Collated(None, skipped, copies)
+            return Collated(None, True, skipped, copies)
         batch = self._collate_fn(items if self._is_batched else items[0])
-        return Collated(batch, skipped, copies)
+        return Collated(batch, False, skipped, copies)

@@ -9,7 +9,7 @@ import io
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ __all__ = ["DataFile", "Fetched", "Item", "Items", "OnError"]
 _log = logging.getLogger(__name__)
 
 Item = Literal["path", "bytes", "file"]
-OnError = Literal["raise", "skip", "retry"]
+OnError = Literal["raise", "skip", "retry", "quarantine"]
 
 # 1.5 seconds: longer troubles than that are outlasted below, by the mount or the volume client.
 _PAUSES_SECONDS: Final = (0.1, 0.2, 0.4, 0.8)
@@ -52,9 +52,9 @@ class Fetched(NamedTuple):
     """Some files."""
 
     items: list[Any]
-    """In the order in which they were asked for, without those that were skipped."""
-    skipped: list[str]
-    """Paths of those."""
+    """In the order in which they were asked for, without those that were left out."""
+    skipped: dict[str, str]
+    """Those that are missing or damaged, by their paths, and why."""
     copies: list[str]
     """What has to be released once the items are used; none where nothing is copied."""
 
@@ -75,10 +75,11 @@ class Items:
     ) -> None:
         self._loading = _Loading(source, cache, manifest, item, retries=on_error == "retry")
         self._item = item
-        self._skips = on_error == "skip"
+        self._on_error = on_error
         self._max_skipped = max_skipped
         self._read_ahead_bytes = read_ahead_bytes
         self._num_skipped = 0
+        self._quarantined: Collection[int] = ()
         self._ahead: ReadAhead[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,19 +87,22 @@ class Items:
 
     def expect(self, numbers: Iterable[int]) -> None:
         """These are going to be fetched next, after those that were expected before."""
-        self._reader().expect(numbers)
+        self._reader().expect(number for number in numbers if number not in self._quarantined)
 
     def fetch(self, numbers: Sequence[int], group: str) -> Fetched:
-        """These files, whose copies are of that group of the cache.
+        """These files but for those in quarantine. Their copies are of that group of the cache.
 
         Raises:
             MissingFile, DamagedFile: unless they are skipped.
-            TooManySkipped: this process has skipped more than `max_skipped`.
+            TooManySkipped: this process has skipped more than `max_skipped`, or more are in
+                quarantine.
             DataError: the source cannot be reached, or the disk is full.
         """
-        fetched = Fetched([], [], [])
+        fetched = Fetched([], {}, [])
         reader = self._reader()
         for number in numbers:
+            if number in self._quarantined:
+                continue
             try:
                 loaded = reader.take(number)
                 if self._loading.has_copies:
@@ -106,9 +110,9 @@ class Items:
                     fetched.copies.append(loaded)
                 fetched.items.append(self._open(loaded) if self._item == "file" else loaded)
             except (MissingFile, DamagedFile) as error:
-                if not self._skips:
+                if self._on_error not in ("skip", "quarantine"):
                     raise
-                fetched.skipped.append(self._loading.manifest[number].path)
+                fetched.skipped[self._loading.manifest[number].path] = str(error)
                 self._num_skipped += 1
                 _log.warning(
                     "file skipped",
@@ -117,16 +121,24 @@ class Items:
                 self.check_skipped(self._num_skipped, str(error))
         return fetched
 
-    def check_skipped(self, count: int, last: str) -> None:
+    def check_skipped(self, count: int, last: str = "") -> None:
         """Raises TooManySkipped where so many are more than `max_skipped`."""
         if count > self._max_skipped:
             raise TooManySkipped(
                 f"{count} files of {self._loading.source.describe} were skipped, "
-                f"max_skipped is {self._max_skipped}; the last: {last}"
+                f"max_skipped is {self._max_skipped}" + (f"; the last: {last}" if last else "")
             )
 
-    def begin_epoch(self) -> None:
-        """What was expected before is not going to be fetched."""
+    def begin_epoch(self, quarantined: Collection[int]) -> None:
+        """What was expected before is not going to be fetched, and these files are left alone.
+
+        Raises:
+            TooManySkipped: they are more than `max_skipped`.
+        """
+        self._quarantined = quarantined
+        if self._on_error == "quarantine":
+            self._num_skipped = len(quarantined)
+            self.check_skipped(self._num_skipped)
         if self._ahead is not None and self._ahead.is_of_this_process:
             self._ahead.forget()
         self._loading.cache.begin_epoch()

@@ -36,7 +36,7 @@ from trainmount.data.stream_states import place_of_streams, stream_state
 from trainmount.data.streams import STREAM_STATE_VERSION, Rest
 from trainmount.data.timings import Timings
 from trainmount.data.workers import OwnGroup
-from trainmount.distributed import announced_world_size, grid_of_process, is_distributed
+from trainmount.distributed import announced_world_size, gather, grid_of_process, is_distributed
 from trainmount.errors import StateMismatch
 
 __all__ = ["DataLoader"]
@@ -117,6 +117,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._run = 0
         self._group = "run-none"
         self._skipped = Skipped()
+        self._quarantined: frozenset[int] = frozenset()
         options: dict[str, Any] = {
             **kwargs,
             "shuffle": shuffle,
@@ -191,13 +192,20 @@ class DataLoader(TorchDataLoader[Any]):
 
     @property
     def num_skipped(self) -> int:
-        """Files that were missing or damaged and left out on this rank, with `on_error="skip"`."""
+        """Files that were found missing or damaged, and left out, by this rank."""
         return self._skipped.count
 
     @property
     def skipped(self) -> tuple[str, ...]:
         """The first of their names."""
         return self._skipped.names
+
+    @property
+    def quarantined(self) -> Mapping[str, str]:
+        """Files that are not looked at again, with `on_error="quarantine"`, and why. Those that
+        other ranks find are among them from the next epoch on.
+        """
+        return self._place.skipped.plus(self._skipped).quarantined
 
     def __len__(self) -> int:
         """Batches that this rank gets in a whole epoch."""
@@ -236,7 +244,7 @@ class DataLoader(TorchDataLoader[Any]):
             return stream_state(files, self._place, self.num_workers)
         if version not in (None, JOB_STATE_VERSION):
             raise StateMismatch(f"version must be 1 or {JOB_STATE_VERSION}, got {version!r}")
-        skipped = self._place.skipped.plus(self._skipped.names, self._skipped.count)
+        skipped = self._place.skipped.plus(self._skipped)
         return job_state(files, self.plan, replace(self._place, skipped=skipped))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -302,7 +310,8 @@ class DataLoader(TorchDataLoader[Any]):
         files = self._require_files()
         assert self._order is not None, "the iteration that asks has set it"
         start = self._start.delivered
-        return draw(self._group, self._order, self.plan, files.grid(), start)
+        grid, quarantined = files.grid(), self._quarantined
+        return draw(self._group, self._order, self.plan, grid, start, quarantined)
 
     # Private
 
@@ -318,6 +327,7 @@ class DataLoader(TorchDataLoader[Any]):
             self._place = replace(self._place, streams=None)
             self._move_to(Position(self.epoch, 0))
         self._is_resumed = False
+        self._quarantined = self._agree_on_quarantined(files)
         self._start = self._place.position
         streams = self._place.streams
         self._order = Rest(len(files), streams) if streams else files.order(self._start.epoch)
@@ -335,18 +345,17 @@ class DataLoader(TorchDataLoader[Any]):
         plan = self.plan
         position = start
         used: list[str] = []
-        for share in plan.shares(start.delivered, files.grid()):
-            batch, skipped, copies = next(batches)
+        for _ in plan.shares(start.delivered, files.grid()):
+            batch, is_empty, skipped, copies = next(batches)
             # The batch before is valid until here: its consumer has come back for the next one.
             files.release(used)
             used = copies
             if skipped:
-                self._skipped = self._skipped.plus(skipped)
-                files.check_skipped(self._skipped.count, skipped[-1])
+                self._leave_out(files, skipped)
             position = plan.after_batch(position)
             if run == self._run:
                 self._move_to(position)
-            if len(skipped) < len(share):
+            if not is_empty:
                 yield batch
         files.release(used)
         if run == self._run and self.epoch == start.epoch:
@@ -356,6 +365,24 @@ class DataLoader(TorchDataLoader[Any]):
         # more.
         for _ in batches:
             raise AssertionError("torch yielded a batch that is not in the plan")
+
+    def _agree_on_quarantined(self, files: UCVolumeDataset) -> frozenset[int]:
+        """The numbers of the files that any rank knows to be in quarantine."""
+        if files.on_error != "quarantine":
+            return frozenset()
+        mine = self.quarantined
+        of_ranks = gather(lambda: mine) if files.distributed else [mine]
+        known = {name: reason for one in of_ranks for name, reason in one.items()}
+        skipped = replace(self._place.skipped, quarantined=known)
+        self._place = replace(self._place, skipped=skipped)
+        return files.manifest.numbers_of(known)
+
+    def _leave_out(self, files: UCVolumeDataset, found: dict[str, str]) -> None:
+        """Raises TooManySkipped where these are too many."""
+        quarantined = found if files.on_error == "quarantine" else {}
+        self._skipped = self._skipped.plus(Skipped(len(found), tuple(found), quarantined))
+        count = len(self.quarantined) if quarantined else self._skipped.count
+        files.check_skipped(count, [*found.values()][-1])
 
     def _alone(self, batches: Iterator[Any], run: int) -> Iterator[Any]:
         """The same batches, as long as no other iteration has begun: it would get some of them."""
@@ -420,7 +447,11 @@ class DataLoader(TorchDataLoader[Any]):
         )
 
     def _gauges(self) -> dict[str, float]:
-        return {"skipped_files": float(self._skipped.count)} if self._skipped.count else {}
+        counts = {
+            "skipped_files": self._skipped.count,
+            "quarantined_files": len(self.quarantined),
+        }
+        return {name: float(count) for name, count in counts.items() if count}
 
     def _stop_workers(self) -> None:
         """Let the next iteration start its workers anew."""

@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -75,6 +75,12 @@ class Manifest:
 
     def size_bytes_of(self, index: int) -> int:
         return self._columns.sizes[index]
+
+    def numbers_of(self, paths: Collection[str]) -> frozenset[int]:
+        """Those of these files that are listed. One pass, where any are asked for."""
+        if not paths:
+            return frozenset()
+        return frozenset(number for number, entry in enumerate(self) if entry.path in paths)
 
     @property
     def entries(self) -> tuple[Entry, ...]:

@@ -8,8 +8,8 @@ Version 2. What a state of version 1 (`streams`) counts becomes part of it: unti
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from trainmount.data.dataset import UCVolumeDataset
@@ -35,13 +35,31 @@ class Skipped:
     names: tuple[str, ...] = ()
     """The first hundred of them."""
 
-    def plus(self, names: Iterable[str], count: int | None = None) -> Skipped:
-        """With these too; `count` of them, where not all are named."""
-        more = tuple(names)
+    quarantined: Mapping[str, str] = field(default_factory=dict)
+    """Those that are not looked at again, by name, and why: all of them."""
+
+    def plus(self, other: Skipped) -> Skipped:
+        """With these too."""
         return Skipped(
-            self.count + (len(more) if count is None else count),
-            (*self.names, *more)[:_MAX_SKIPPED_NAMES],
+            self.count + other.count,
+            (*self.names, *other.names)[:_MAX_SKIPPED_NAMES],
+            {**self.quarantined, **other.quarantined},
         )
+
+    def to_state(self) -> dict[str, Any]:
+        """JSON-able."""
+        known = {"quarantined": dict(self.quarantined)} if self.quarantined else {}
+        return {"count": self.count, "names": list(self.names), **known}
+
+    @classmethod
+    def from_state(cls, state: Any) -> Skipped:
+        """Raises StateMismatch."""
+        match state:
+            case {"count": int(count), "names": [*names]}:
+                return cls(count, tuple(map(str, names)), state.get("quarantined", {}))
+            case {}:
+                return cls()
+        raise StateMismatch(f"skipped must have a count and names, got {state!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +84,7 @@ def job_state(files: UCVolumeDataset, plan: Plan, place: Place) -> dict[str, Any
         "seed": files.seed,
         "global_batch_size": plan.global_batch_size,
         "drop_last": plan.drop_last,
-        "skipped": {"count": place.skipped.count, "names": list(place.skipped.names)},
+        "skipped": place.skipped.to_state(),
         "manifest": files.manifest.summary(),
     }
     if place.streams is not None:
@@ -108,13 +126,7 @@ def place_of(state: Mapping[str, Any], files: UCVolumeDataset, plan: Plan) -> Pl
             "resumed with another global batch size: the same samples, in other batches",
             extra={"global_batch_size": plan.global_batch_size, "saved": saved_batch},
         )
-    return Place(Position(epoch, delivered), streams, _skipped(state.get("skipped", {})))
-
-
-def _skipped(state: Any) -> Skipped:
-    match state:
-        case {"count": int(count), "names": [*names]}:
-            return Skipped(count, tuple(map(str, names)))
-        case {}:
-            return Skipped()
-    raise StateMismatch(f"skipped must have a count and names, got {state!r}")
+    skipped = Skipped.from_state(state.get("skipped", {}))
+    if files.on_error != "quarantine":
+        skipped = replace(skipped, quarantined={})
+    return Place(Position(epoch, delivered), streams, skipped)
