@@ -70,6 +70,10 @@ class Job:
         lines = losses.read_text().splitlines() if losses.exists() else []
         return int(lines[-1].split()[0]) if lines else 0
 
+    def weights(self) -> str:
+        """The digest of them at the end of the job."""
+        return (self.notes / "weights").read_text()
+
     def has_ended(self) -> bool:
         """As the operator sees it: an attempt is over when one node's is."""
         return any(agent.poll() is not None for agent in self.agents)
@@ -122,6 +126,15 @@ def job(mounts: list[Any], tmp_path: Path) -> Iterator[Job]:
     made.end()
 
 
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> Iterator[Job]:
+    """The same program on the same two nodes, on the local disk."""
+    _make_data(tmp_path / "disk" / "train")
+    made = Job([tmp_path / "disk"] * 2, tmp_path / "undisturbed")
+    yield made
+    made.end()
+
+
 def _wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
@@ -131,13 +144,13 @@ def _wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.timeout(DEADLINE_SECONDS * (2 + NUM_KILLS))
 def test_a_job_that_is_killed_at_random_has_the_loss_curve_of_an_undisturbed_one(
-    mounts: list[Any], job: Job, tmp_path: Path
+    mounts: list[Any], job: Job, undisturbed: Job
 ) -> None:
-    expected = _undisturbed(tmp_path)
     chance = random.Random(SEED)
     kinds = _kinds(chance)
     steps = sorted(chance.sample(range(1, NUM_STEPS - 1), NUM_KILLS))
     print(f"seed {SEED}: {list(zip(steps, kinds, strict=True))}")
+    undisturbed.start()  # at the same time, which the test does not then take twice
     job.start()
     for kind, step in zip(kinds, steps, strict=True):
         _wait_until(lambda step=step: job.step() >= step or job.has_ended(), f"step {step}")
@@ -153,11 +166,12 @@ def test_a_job_that_is_killed_at_random_has_the_loss_curve_of_an_undisturbed_one
         job.start()
     _wait_until(job.has_ended, "the end of the job")
     assert job.end() == [0, 0], job.log()
+    _wait_until(undisturbed.has_ended, "the end of the undisturbed job")
+    assert undisturbed.end() == [0, 0], undisturbed.log()
     losses = _losses(job.notes)
-    assert losses == expected
+    assert losses == _losses(undisturbed.notes)
     assert sorted(losses) == list(range(1, NUM_STEPS + 1))
-    weights = (tmp_path / "undisturbed" / "weights").read_text()
-    assert (job.notes / "weights").read_text() == weights
+    assert job.weights() == undisturbed.weights()
     assert job.num_attempts == 1 + sum(kind != "daemon" for kind in kinds)
 
 
@@ -166,25 +180,6 @@ def _kinds(chance: random.Random) -> list[str]:
     kinds = (["rank", "daemon", "agent"] * NUM_KILLS)[:NUM_KILLS]
     chance.shuffle(kinds)
     return kinds
-
-
-def _undisturbed(root: Path) -> dict[int, set[str]]:
-    """The losses of four ranks on the local disk that nothing happens to."""
-    notes, folder = root / "undisturbed", root / "disk"
-    notes.mkdir()
-    _make_data(folder / "train")
-    command = [
-        sys.executable,
-        str(PROGRAM),
-        "--fork",
-        "4",
-        str(folder),
-        str(notes),
-        str(NUM_EPOCHS),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return _losses(notes)
 
 
 def _losses(notes: Path) -> dict[int, set[str]]:

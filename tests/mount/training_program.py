@@ -2,19 +2,15 @@
 `training_program.py FOLDER NOTES NUM_EPOCHS`.
 
 FOLDER holds `train` and `checkpoints`. Notes on the local disk: each process's id, for each attempt
-a line a step with the loss of all ranks, and at the end the digest of the weights. With `--fork N`
-it starts N ranks itself, which are there sooner.
+a line a step with the loss of all ranks, and at the end the digest of the weights.
 """
 
 import hashlib
 import os
 import sys
-import tempfile
-import traceback
 from pathlib import Path
 
 import torch
-import torch._dynamo  # before a fork: DDP needs it
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,12 +32,7 @@ def train(folder: Path, notes: Path, num_epochs: int) -> None:
     me = world()
     (notes / f"pid-{os.getpid()}").touch()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=os.environ.get("RENDEZVOUS", "env://"),
-        rank=me.rank,
-        world_size=me.world_size,
-    )
+    dist.init_process_group("gloo")
     torch.manual_seed(3 + me.rank)
     dataset = UCVolumeDataset(str(folder / "train"), shuffle=True, seed=5)
     loader = DataLoader(dataset, BATCH_SIZE, num_workers=1, collate_fn=read)
@@ -77,30 +68,6 @@ def train(folder: Path, notes: Path, num_epochs: int) -> None:
     dist.destroy_process_group()
 
 
-def fork(count: int, folder: Path, notes: Path, num_epochs: int) -> int:
-    with tempfile.TemporaryDirectory() as meeting:
-        ranks = []
-        for rank in range(count):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                place = {"RANK": rank, "LOCAL_RANK": rank}
-                place |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-                os.environ.update({name: str(value) for name, value in place.items()})
-                os.environ["RENDEZVOUS"] = f"file://{meeting}/store"
-                try:
-                    train(folder, notes, num_epochs)
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(code)
-            ranks.append(pid)
-        return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "--fork":
-        os._exit(fork(int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5])))
     train(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
     os._exit(0)  # what torch tidies up at exit takes seconds
