@@ -217,11 +217,65 @@ def test_a_warm_whose_daemon_dies_goes_on_with_the_successor(start_mount, files_
     assert done.stdout.startswith("400 files in the cache")
 
 
-def test_prometheus_finds_the_numbers_and_the_log_no_secret(start_mount, files_server):
-    (files_server.volume / "file").write_bytes(os.urandom(9 << 20))
+def _free_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def _server(port: int) -> socket.socket | None:
+    """Where somebody has the port, None."""
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError:
+        return None
+
+
+def _scraped(address: str) -> str:
+    """Empty where nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+            return answer.read().decode()
+    except OSError:
+        return ""
+
+
+def test_a_port_for_metrics_that_is_lost_later_costs_the_metrics_and_not_the_mount(
+    start_mount, volume, wait_until
+):
+    address = _free_address()
+    port = int(address.rpartition(":")[2])
+    mount = start_mount(volume.as_uri(), "--metrics-port", address)
+    wait_until(lambda: _scraped(address), "metrics")
+    # Somebody has the port before the successor is there.
+    holder, daemon = mount.ready()["holder_pid"], mount.ready()["daemon_pid"]
+    os.kill(holder, signal.SIGSTOP)
+    os.kill(daemon, signal.SIGKILL)
+    with wait_until(lambda: _server(port), "the end of its sockets"):
+        os.kill(holder, signal.SIGCONT)
+        wait_until(lambda: mount.ready()["daemon_pid"] != daemon, "a successor")
+        assert (mount.mountpoint / "d/a").read_bytes() == (volume / "d/a").read_bytes()
+        wait_until(lambda: "the port for metrics cannot be had; trying on" in mount.log, "a line")
+    wait_until(lambda: _scraped(address), "metrics")
+    # One that is asked for of a mount that serves is looked at before.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        other = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = _plain("remount", mount.mountpoint, "--metrics-port", other)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"trainmount: not remounted, all is as before: cannot answer Prometheus at {other}: "
+        "address already in use; name another port (--metrics-port), or end the program that has "
+        "it\n"
+    )
+    done = _plain("remount", mount.mountpoint, "--metrics-port", f"localhost:{port}")
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until(lambda: _scraped(address), "metrics")
+    assert mount.stop() == 0
+
+
+def test_prometheus_finds_the_numbers_and_the_log_no_secret(start_mount, files_server):
+    (files_server.volume / "file").write_bytes(os.urandom(9 << 20))
+    address = _free_address()
     mount = start_mount(
         files_server.source,
         *("--verbose", "--log-format", "json", "--metrics-port", address),

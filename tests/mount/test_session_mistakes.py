@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,6 +140,18 @@ def test_a_source_that_is_a_file_is_refused(place, files_server):
     credentials = files_server.environment()
     said = _refusal(place, source=f"{files_server.source}/file", **credentials)
     assert "there is no such directory" in said
+
+
+def test_a_port_for_metrics_that_somebody_has_is_named(place):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = _refusal(place, "--metrics-port", address)
+    assert said == (
+        f"cannot answer Prometheus at {address}: address already in use; name another port "
+        "(--metrics-port), or end the program that has it\n"
+    )
+    said = _refusal(place, "--metrics-port", "no.such.invalid:9101")
+    assert said.startswith("cannot answer Prometheus at no.such.invalid:9101: name or service not")
 
 
 def test_a_mountpoint_that_is_not_empty_is_refused(place):

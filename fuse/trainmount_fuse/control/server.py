@@ -161,7 +161,8 @@ async def _serve_metrics(commands: Commands, host: str, port: int) -> None:
         try:
             await trio.serve_tcp(answer, port, host=host)
         except OSError as error:
-            # The daemon before may have it for a moment more.
+            # The daemon before may have it for a moment more. Whoever took it between the two is no
+            # reason to end a mount that serves.
             if not is_told:
                 log.warning(
                     "the port for metrics cannot be had; trying on",

@@ -8,13 +8,13 @@ import os
 import socket
 from typing import Any, Final
 
-from trainmount_fuse.session.checks import check_folders, check_volume
+from trainmount_fuse.session.checks import check_folders, check_metrics_port, check_volume
 from trainmount_fuse.session.daemon import run_daemon, settings_of
 from trainmount_fuse.session.exit_codes import EXIT_CONFIGURATION
 from trainmount_fuse.session.mounting import MountError
 from trainmount_fuse.session.succession import Estate
 from trainmount_fuse.session.wire import receive, send
-from trainmount_fuse.settings import SettingsError
+from trainmount_fuse.settings import MountSettings, SettingsError, parse_address
 
 __all__ = ["run_candidate"]
 
@@ -39,10 +39,17 @@ def _fault(message: dict[str, Any]) -> str | None:
     try:
         # The holder becomes this program too, and then there is no way back.
         importlib.import_module("trainmount_fuse.session.holder")
-        Estate.from_document(message["estate"])
+        estate = Estate.from_document(message["estate"])
         settings = settings_of(message["configuration"])
         check_folders(settings)
+        if _metrics_port(settings) != _metrics_port(settings_of(estate.configuration)):
+            # The same one is still the old daemon's.
+            check_metrics_port(settings)
         check_volume(settings, STORE_TIMEOUT_SECONDS)
     except (MountError, SettingsError, ValueError) as error:
         return str(error)
     return None
+
+
+def _metrics_port(settings: MountSettings) -> int | None:
+    return parse_address(settings.metrics_address)[1] if settings.metrics_address else None

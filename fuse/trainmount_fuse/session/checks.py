@@ -34,11 +34,12 @@ from trainmount_files import (
 from trainmount_files.files_api.sdk import Credentials
 from trainmount_fuse.session.mounting import MountError, find_mount, list_mounts, normalized
 from trainmount_fuse.session.registry import list_records
-from trainmount_fuse.settings import MountSettings
+from trainmount_fuse.settings import MountSettings, parse_address
 from trainmount_fuse.source import look_at_root, open_source
 
 __all__ = [
     "check_folders",
+    "check_metrics_port",
     "check_places",
     "check_ready_file",
     "check_volume",
@@ -58,8 +59,8 @@ get better by that, like a wrong name of the host."""
 
 CONNECT_SECONDS: Final = 3.0
 
-LOCK_TIMEOUT_SECONDS: Final = 3.0
-"""How long a mount that was just unmounted may take to end."""
+ENDING_SECONDS: Final = 3.0
+"""How long a mount that was just unmounted, or whose holder died, may take to end."""
 
 _HINTS: Final[dict[type[VolumeError], str]] = {
     NotFound: "there is no such directory or volume",
@@ -235,6 +236,45 @@ def check_folders(settings: MountSettings) -> None:
             raise _unusable(folder, error, option) from error
 
 
+def check_metrics_port(settings: MountSettings) -> None:
+    """Raises MountError where Prometheus cannot be answered at the address that the settings name,
+    if they name one. Waits a while for a mount that is just ending.
+    """
+    if not settings.metrics_address:
+        return
+    host, port = parse_address(settings.metrics_address)
+    deadline = time.monotonic() + ENDING_SECONDS
+    while (error := _refusal_of(host, port)) is not None:
+        if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+            time.sleep(0.1)
+            continue
+        reason = (error.strerror or "failed").lower()
+        raise MountError(
+            f"cannot answer Prometheus at {host}:{port}: {reason}; name another port "
+            "(--metrics-port), or end the program that has it"
+        ) from error
+
+
+def _refusal_of(host: str, port: int) -> OSError | None:
+    """Why nobody can listen there; None where everybody can. As the daemon does, at each address
+    of the host.
+    """
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(address)
+                # Two may be bound to a port, but one alone can listen.
+                listener.listen()
+    except OSError as error:
+        return error
+    return None
+
+
 def lock_folder(folder: Path) -> int:
     """Make the folder of a mount's state and hold it until the descriptor is closed.
 
@@ -247,7 +287,7 @@ def lock_folder(folder: Path) -> int:
     except OSError as error:
         raise _unusable(folder, error, "--state-dir") from error
     try:
-        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        deadline = time.monotonic() + ENDING_SECONDS
         while not _try_lock(fd):
             if time.monotonic() > deadline or _is_mounted(_owner(fd)):
                 raise MountError(

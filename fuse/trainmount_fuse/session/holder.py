@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from trainmount_fuse.session.checks import (
     check_folders,
+    check_metrics_port,
     check_places,
     check_ready_file,
     check_volume_aside,
@@ -117,6 +118,7 @@ def hold(options: HolderOptions) -> int:
         lock_fd = lock_folder(settings.state_dir)
         stack.callback(os.close, lock_fd)
         check_folders(settings)
+        check_metrics_port(settings)
         if remove_dead_mount(options.mountpoint):
             logger.info("removed a dead mount", extra={"mountpoint": str(options.mountpoint)})
         fault = options.self_test()
