@@ -24,6 +24,10 @@ __all__ = ["BUCKET", "S3Server", "running_s3_server"]
 PACKAGE = "github.com/versity/versitygw/cmd/versitygw@v1.8.0"
 BINARY_VARIABLE = "TRAINMOUNT_VERSITYGW"
 BUCKET = "volume"
+BUCKET_BEFORE_DOMAIN, DOMAIN = "127", "0.0.1"
+"""A bucket and the domain of a server that finds buckets in the host's name. Joined, they are this
+machine's address: names below `localhost` are not known to every resolver.
+"""
 START_SECONDS = 30
 
 
@@ -32,6 +36,8 @@ class S3Server:
     """One that runs; its credentials are made up for it."""
 
     endpoint: str
+    """Without a bucket in it, whatever the style."""
+    bucket: str
     access_key: str
     secret_key: str
     directory: Path
@@ -39,7 +45,7 @@ class S3Server:
 
     @property
     def storage(self) -> dict[str, str]:
-        """Storage options of a volume here."""
+        """Storage options of a volume here, with the bucket in the path."""
         return {
             "endpoint": self.endpoint,
             "region": "us-east-1",
@@ -92,18 +98,24 @@ def binary() -> Path:
 
 
 @contextmanager
-def running_s3_server(parent: Path | None = None) -> Iterator[S3Server]:
+def running_s3_server(
+    parent: Path | None = None, *, is_virtual: bool = False
+) -> Iterator[S3Server]:
     """Starts one with an empty bucket on a port of its own; stops it and removes its files, which
-    are below `parent`, or where temporary files are.
+    are below `parent`, or where temporary files are. With `is_virtual` the bucket stands in the
+    host's name, and in no path.
     """
     executable = binary()
     directory = Path(tempfile.mkdtemp(prefix="trainmount-s3-", dir=parent))
-    (directory / "root" / BUCKET).mkdir(parents=True)
+    bucket, host = (BUCKET_BEFORE_DOMAIN, DOMAIN) if is_virtual else (BUCKET, "127.0.0.1")
+    (directory / "root" / bucket).mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     access_key, secret_key = secrets.token_hex(10), secrets.token_hex(20)
     command = [str(executable), "--port", f"127.0.0.1:{port}", "--keep-alive"]
+    if is_virtual:
+        command += ["--virtual-domain", DOMAIN]
     command += ["posix", str(directory / "root")]
     environment = os.environ | {"ROOT_ACCESS_KEY": access_key, "ROOT_SECRET_KEY": secret_key}
     log_path = directory / "log"
@@ -120,7 +132,8 @@ def running_s3_server(parent: Path | None = None) -> Iterator[S3Server]:
                 assert time.monotonic() < deadline, log_path.read_text()
                 time.sleep(0.05)
         yield S3Server(
-            endpoint=f"http://127.0.0.1:{port}",
+            endpoint=f"http://{host}:{port}",
+            bucket=bucket,
             access_key=access_key,
             secret_key=secret_key,
             directory=directory / "root",

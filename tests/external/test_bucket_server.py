@@ -13,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from tests.external.s3_server import BUCKET, S3Server, running_s3_server
 from tests.files.conftest import REAL_BUCKET_OPTIONS
 from tests.files.test_volume_contract import blob
+from tests.runtime import test_ray_filesystem as ray_checkpoints
 
 from trainmount_files import (
     AlreadyExists,
@@ -281,3 +283,28 @@ def test_a_process_ends_well_that_closes_neither_volume_nor_file(
         told = f"open-{number} was being written and never closed; nothing of it is stored\n"
         assert outcome == (0, told)
     wait_for(lambda: s3_server.aborted_uploads() == 9)
+
+
+@pytest.mark.parametrize("style", ["path", "virtual"])
+def test_checkpoints_of_ray_data_are_kept_in_a_bucket_of_either_address(style: str) -> None:
+    with running_s3_server(is_virtual=style == "virtual") as server:
+        options = {
+            "key": server.access_key,
+            "secret": server.secret_key,
+            "endpoint_url": server.endpoint,
+            "config_kwargs": {"s3": {"addressing_style": style}},
+        }
+        url, folder = f"s3://{server.bucket}/jobs/ck", f"{server.bucket}/jobs/ck"
+        filesystem = ray_checkpoints.build_checkpoint_filesystem(url, {"s3": options})
+        ray_checkpoints.begun(filesystem, folder)
+        done, pending = (f"{'0' * 32}_{number:06}" for number in range(2))
+        ray_checkpoints.commit(filesystem, folder, done, ["a"])
+        ray_checkpoints.write_ids(filesystem, f"{folder}/{pending}.pending.parquet", ["b"])
+
+        names = {f"{done}.parquet", f"{pending}.pending.parquet"}
+        assert set(ray_checkpoints.listed(filesystem, folder)) == names
+        assert {path.name for path in (server.directory / folder).glob("*.parquet")} == names
+        ids = pq.read_table(f"{folder}/{done}.parquet", filesystem=filesystem)
+        assert ids["uid"].to_pylist() == ["a"]
+        filesystem.delete_dir(folder)
+        assert ray_checkpoints.listed(filesystem, folder) == []

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.external.ray_cluster import RayCluster, running_ray_cluster
-from tests.external.s3_server import BUCKET, running_s3_server
+from tests.external.s3_server import running_s3_server
 from tests.mount.conftest import FilesServer, make_mounts
 
 FILES = 12
@@ -25,7 +25,6 @@ ROWS = 50
 ROWS_IN_ALL = Counter(
     {(f"u{file}-{row}", 2 * row): 1 for file in range(FILES) for row in range(ROWS)}
 )
-KILLS = 5
 
 pytestmark = pytest.mark.timeout(600)
 DEADLINE_SECONDS = 120
@@ -75,8 +74,13 @@ def write_input(directory: Path) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Place:
-    write_input(tmp_path / "data/in")
-    return Place(str(tmp_path / "data"), tmp_path / "data")
+    place = local(tmp_path)
+    write_input(place.directory / "in")
+    return place
+
+
+def local(folder: Path) -> Place:
+    return Place(str(folder / "data"), folder / "data")
 
 
 def served(stack: ExitStack, folder: Path) -> FilesServer:
@@ -92,15 +96,27 @@ def volume(stack: ExitStack, folder: Path) -> Place:
     return Place(f"volumes://{server.source}", server.volume, options)
 
 
+def plain_path(_stack: ExitStack, folder: Path) -> Place:
+    return local(folder)
+
+
 def bucket(stack: ExitStack, folder: Path) -> Place:
-    server = stack.enter_context(running_s3_server(folder))
+    return bucket_by(stack, folder, "path")
+
+
+def bucket_in_host(stack: ExitStack, folder: Path) -> Place:
+    return bucket_by(stack, folder, "virtual")
+
+
+def bucket_by(stack: ExitStack, folder: Path, style: str) -> Place:
+    server = stack.enter_context(running_s3_server(folder, is_virtual=style == "virtual"))
     options = {
         "key": server.access_key,
         "secret": server.secret_key,
         "client_kwargs": {"endpoint_url": server.endpoint, "region_name": "us-east-1"},
-        "config_kwargs": {"s3": {"addressing_style": "path"}},
+        "config_kwargs": {"s3": {"addressing_style": style}},
     }
-    return Place(f"s3://{BUCKET}", server.directory / BUCKET, {"s3": options})
+    return Place(f"s3://{server.bucket}", server.directory / server.bucket, {"s3": options})
 
 
 def mount(stack: ExitStack, folder: Path) -> Place:
@@ -140,15 +156,19 @@ def kill_after_a_commit(cluster: RayCluster, place: Place, log: Path) -> None:
     kill_when(lambda: len(place.committed()) > committed and len(lines(log)) >= gate, driver)
 
 
-@pytest.mark.parametrize("place_of", [volume, bucket, mount], ids=lambda make: make.__name__)
-def test_rows_are_written_exactly_once_over_five_kills_of_the_driver(
-    cluster: RayCluster, tmp_path: Path, place_of: Callable[[ExitStack, Path], Place]
+@pytest.mark.parametrize(
+    ("place_of", "kills"),
+    [(plain_path, 5), (volume, 5), (bucket, 5), (bucket_in_host, 1), (mount, 5)],
+    ids=lambda given: getattr(given, "__name__", str(given)),
+)
+def test_rows_are_written_exactly_once_over_kills_of_the_driver(
+    cluster: RayCluster, tmp_path: Path, place_of: Callable[[ExitStack, Path], Place], kills: int
 ) -> None:
     log = tmp_path / "log"
     with ExitStack() as stack:
         place = place_of(stack, tmp_path)
         write_input(place.directory / "in")
-        for kill in range(KILLS):
+        for kill in range(kills):
             kill_after_a_commit(cluster, place, log)
             if kill % 2:
                 # As after a kill between the data of a task and its commit.
