@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainmount_fuse.session.restarts import RestartBudget, RestartPolicy
-from trainmount_fuse.session.watchdog import HEARTBEAT_SECONDS, Watchdog
+from trainmount_fuse.session.watchdog import HEARTBEAT_SECONDS, HURRIED_SECONDS, Watchdog
 
 
 class Clock:
@@ -73,6 +73,14 @@ def test_a_daemon_hangs_after_the_whole_limit_without_a_sign():
     assert watchdog.look()
     watchdog.note_sign()
     assert not watchdog.look()
+
+
+def test_a_daemon_that_is_to_end_gets_less_patience_and_never_more():
+    for limit, expected in ((60.0, HURRIED_SECONDS), (3.0, 3.0)):
+        watchdog = Watchdog(limit)
+        watchdog.hurry()
+        assert [watchdog.look() for _ in range(int(expected))] == [False] * int(expected)
+        assert watchdog.look()
 
 
 def test_one_late_look_is_no_hang_however_long_it_took():

@@ -5,7 +5,8 @@ tests of the session.
 
 With FAULT `no-takeover` the daemon is the real one, on a kernel that repeats no request; with
 `impatient` it is session_impatient_daemon.py; with `attentive` the real one, missed after two
-seconds; with `hasty` the real one, which counts a silent store as away after half a second.
+seconds; with `hasty` the real one, which counts a silent store as away after half a second; with
+`stuck` one that hangs and is missed late, unless the mount ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from session_impatient_daemon import serve_impatiently
 from session_toy_daemon import serve_toy
 
 from trainmount_fuse.main import main
-from trainmount_fuse.session import daemon, holder, restarts, supervisor
+from trainmount_fuse.session import daemon, holder, restarts, supervisor, watchdog
 
 if __name__ == "__main__":
     fault = sys.argv.pop(1)
@@ -34,6 +35,9 @@ if __name__ == "__main__":
         changed["serve"] = serve_impatiently
     elif fault == "hasty":
         daemon.STORE_PATIENCE_SECONDS = 0.5  # type: ignore[misc]
+    elif fault == "stuck":
+        watchdog.HURRIED_SECONDS = 2.0  # type: ignore[misc]
+        changed["serve"] = functools.partial(serve_toy, "hang")
     elif fault not in ("no-takeover", "attentive"):
         changed["serve"] = functools.partial(serve_toy, fault)
     supervisor.SupervisorOptions = functools.partial(  # type: ignore[assignment, misc]

@@ -65,6 +65,15 @@ print("ready", flush=True)
 sys.stdin.read()
 """
 
+HANGING = """
+import os, sys, threading, time
+threading.Thread(target=lambda: open(sys.argv[1], "rb", buffering=0).read(8), daemon=True).start()
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
 READING = """
 import os, sys
 print("ready", flush=True)
@@ -192,8 +201,42 @@ def test_a_daemon_that_is_stopped_is_replaced_and_programs_only_wait(
     os.kill(mount.ready()["daemon_pid"], signal.SIGSTOP)
     reader.wait_for_more()
     reader.finish()
-    assert "the daemon hangs and is replaced" in mount.log
+    assert "the daemon hangs and is killed" in mount.log
     assert mount.stop() == 0
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_stopped_daemon_goes_on_for_the_end_of_its_mount(start_mount, tmp_path, is_forced):
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    mount = start_mount(f"file://{volume}")
+    with contextlib.ExitStack() as programs:
+        if is_forced:
+            programs.enter_context(_program(WRITING, mount.mountpoint / "late"))
+        os.kill(mount.ready()["daemon_pid"], signal.SIGSTOP)
+        done = _unmount(mount.mountpoint, *(["--force"] if is_forced else []))
+        assert (done.returncode, done.stderr) == (0, "")
+    assert mount.process.wait(60) == 0
+    assert not mount.is_mounted()
+    assert "the daemon hangs" not in mount.log
+    if is_forced:
+        assert (volume / "late").read_bytes() == b"only here"
+
+
+def test_a_daemon_that_hangs_at_the_end_is_not_waited_for_as_long_as_one_that_serves(
+    start_mount, tmp_path
+):
+    hung = tmp_path / "hung"
+    mount = start_mount(
+        f"file://{tmp_path}/mnt.files", toy="stuck", environment={"TOY_HUNG": str(hung)}
+    )
+    with _program(HANGING, mount.mountpoint / "f", hung):
+        done = _unmount(mount.mountpoint, "--force")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert mount.process.wait(60) == 0
+    assert "the daemon hangs and is killed" in mount.log
+    assert "its successor takes over" not in mount.log
+    assert not mount.is_mounted()
 
 
 def test_a_daemon_whose_loop_stands_still_tells_where_and_is_replaced(start_mount, tmp_path):
@@ -204,7 +247,7 @@ def test_a_daemon_whose_loop_stands_still_tells_where_and_is_replaced(start_moun
     with (mount.mountpoint / "f").open("rb", buffering=0) as file:
         assert file.read(8) == bytes(8)
     assert hung.exists()
-    assert "the daemon hangs and is replaced" in mount.log
+    assert "the daemon hangs and is killed" in mount.log
     assert "session_toy_daemon.py" in mount.log
 
 

@@ -321,6 +321,8 @@ class _Holder:
             self._waiting.append(client)
             self._supervisor.stop()
         elif wanted == "unmount":
+            if self._supervisor.daemon is not None:
+                self._supervisor.daemon.wake()
             # In a thread, because it waits for the daemon to take what the kernel still has.
             threading.Thread(
                 target=self._try_unmount, args=(client,), name="unmount", daemon=True
@@ -347,13 +349,15 @@ class _Holder:
         }
 
     def _try_unmount(self, client: socket.socket) -> None:
+        # Noted before: once the name is gone, the daemon and this process may end at any moment.
+        self._waiting.append(client)
         try:
             unmount(self._connection.mountpoint)
         except MountError as error:
+            self._waiting.remove(client)
             users = describe_users(self._connection.mountpoint)
             give_answer(client, {"error": f"{error}{users}"})
             return
-        self._waiting.append(client)
         self._supervisor.stop_released()
 
     def _begin_upgrade(self, request: dict[str, Any], client: socket.socket) -> None:

@@ -92,6 +92,10 @@ class DaemonProcess:
         """Send a signal; fine where the process has ended and nobody waited for it yet."""
         signal.pidfd_send_signal(self.pidfd, number)
 
+    def wake(self) -> None:
+        """Let it go on if somebody stopped it (SIGSTOP): then it heeds nothing but SIGKILL."""
+        self.tell(signal.SIGCONT)
+
     @property
     def is_dead(self) -> bool:
         """It has ended, or all that is left of it is a thread which the kernel does not let go:

@@ -255,12 +255,10 @@ class Supervisor:
     # The daemon.
 
     def _look(self) -> None:
-        if self._daemon is not None and self._can_take_over and self._watchdog.look():
+        may_end = self._can_take_over or self._is_stopping
+        if self._daemon is not None and may_end and self._watchdog.look():
             self._watchdog.note_sign()
-            logger.error(
-                "the daemon hangs and is replaced",
-                extra={"daemon_pid": self._daemon.pid},
-            )
+            logger.error("the daemon hangs and is killed", extra={"daemon_pid": self._daemon.pid})
             # Its threads tell where they stand, if they still can; then it goes.
             self._daemon.tell(signal.SIGQUIT)
             self._replace_at = time.monotonic() + HEARTBEAT_SECONDS
@@ -467,6 +465,9 @@ class Supervisor:
         if not self._is_stopping:
             self._is_stopping = True
             logger.info("stopping")
+            self._watchdog.hurry()
+            if self._daemon is not None:
+                self._daemon.wake()
             self._kill_at = time.monotonic() + self._options.stop_timeout_seconds
 
     def _try_release(self) -> None:

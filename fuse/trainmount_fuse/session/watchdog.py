@@ -15,14 +15,22 @@ __all__ = ["HEARTBEAT_SECONDS", "Watchdog"]
 HEARTBEAT_SECONDS: Final = 1.0
 """How often a daemon gives a sign and its supervisor looks."""
 
+HURRIED_SECONDS: Final = 15.0
+"""How long a daemon may give no sign while somebody waits for the end of its mount. What it has not
+uploaded when it is killed is kept."""
+
 
 class Watchdog:
     """Counts how often in a row one daemon gave no sign."""
 
     def __init__(self, limit_seconds: float) -> None:
         """`limit_seconds` without a sign are a hang; a whole number of looks."""
-        self._limit = max(2, math.ceil(limit_seconds / HEARTBEAT_SECONDS))
+        self._limit = _looks_in(limit_seconds)
         self._num_missed = 0
+
+    def hurry(self) -> None:
+        """The mount ends: from now on HURRIED_SECONDS at most."""
+        self._limit = min(self._limit, _looks_in(HURRIED_SECONDS))
 
     def note_sign(self) -> None:
         """The daemon lives, or is a new one."""
@@ -34,3 +42,7 @@ class Watchdog:
         """
         self._num_missed += 1
         return self._num_missed > self._limit
+
+
+def _looks_in(seconds: float) -> int:
+    return max(2, math.ceil(seconds / HEARTBEAT_SECONDS))
