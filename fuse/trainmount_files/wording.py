@@ -1,8 +1,23 @@
-"""How sizes, counts and names read to a person, the same in every command line."""
+"""How sizes, counts, names and mistakes in arguments read to a person, the same in every command
+line.
+"""
 
 from __future__ import annotations
 
-__all__ = ["files_text", "printable", "size_text"]
+import argparse
+from typing import NoReturn
+
+__all__ = ["OneLineParser", "files_text", "printable", "size_text"]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser of arguments that says one line of a mistake, with exit status 2: the usage of a
+    command with many options is longer than a screen.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        line = printable(f"{message}; see {self.prog} --help")
+        self.exit(2, f"trainmount: {line}\n")
 
 
 def files_text(count: int) -> str:

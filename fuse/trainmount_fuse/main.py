@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
-from trainmount_files.wording import printable
+from trainmount_files.wording import OneLineParser, printable
 from trainmount_fuse.control.command_line import add_control_commands
 from trainmount_fuse.logs import configure_logging
 from trainmount_fuse.options import (
@@ -59,16 +59,8 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "trainmount-f
     return result
 
 
-class _Parser(argparse.ArgumentParser):
-    """One line for a mistake: the usage of `mount` is longer than a screen."""
-
-    def error(self, message: str) -> NoReturn:
-        line = printable(f"{message}; see {self.prog} --help")
-        self.exit(EXIT_CONFIGURATION, f"trainmount: {line}\n")
-
-
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=program, description="Mount a volume as a directory.")
+    parser = OneLineParser(prog=program, description="Mount a volume as a directory.")
     add_log_options(parser, has_defaults=True)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_mount(commands.add_parser("mount", help="mount a volume at a directory"))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from errno import EBADF, EDQUOT, EIO, ENOSPC
 from typing import Any, Final
 
@@ -38,6 +40,7 @@ from trainmount_cli.run import run
 from trainmount_cli.serve import serve
 from trainmount_cli.status import status
 from trainmount_cli.warm import warm
+from trainmount_files.wording import printable
 
 __all__ = ["app", "main"]
 
@@ -48,6 +51,9 @@ _PASS_THROUGH: Final = {
     "help_option_names": [],
 }
 
+# Of the click that typer has a copy of, or of the package where typer is older.
+_UsageError: Final[Any] = typer.BadParameter.__mro__[1]
+
 _OUTPUT_ERRORS: Final = (ENOSPC, EDQUOT, EIO, EBADF)
 
 
@@ -56,9 +62,17 @@ class _Commands(TyperGroup):
     failure of a reader that has had enough.
     """
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args:
+            # Then it is not a mistake that is told, but the help.
+            return super().parse_args(ctx, args)
+        with _usage_in_one_line(ctx):
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
+            with _usage_in_one_line(ctx):
+                result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
             # Whoever read has read enough; Python must not complain when it flushes at exit.
@@ -73,6 +87,20 @@ class _Commands(TyperGroup):
             print(f"trainmount: standard output cannot be written: {reason}", file=sys.stderr)
             sys.exit(EXIT_FAILED)
         return result
+
+
+@contextmanager
+def _usage_in_one_line(context: Any) -> Iterator[None]:
+    """A mistake in the arguments inside, of the command of `context` or of one below it, in place
+    of typer's several lines.
+    """
+    try:
+        yield
+    except _UsageError as error:
+        where = getattr(error, "ctx", None) or context
+        said = " ".join(error.format_message().split()).rstrip(".")
+        line = f"{said[:1].lower()}{said[1:]}; see {where.command_path} --help"
+        raise CliError(printable(line)) from None
 
 
 def _forget_output() -> None:
@@ -117,7 +145,7 @@ def main() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
     try:
-        app()
+        app(prog_name=app.info.name)
     except CliError as error:
         print_error(error)
         sys.exit(error.exit_status)

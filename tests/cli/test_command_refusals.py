@@ -151,6 +151,39 @@ def test_local_commands_and_help_read_no_kubeconfig(trainmount: Any, in_process:
     assert done.stderr == f"trainmount: kubeconfig {folder}: Is a directory\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nonsense"], "no such command 'nonsense'; see trainmount --help"),
+        (["--nope"], "no such option: --nope; see trainmount --help"),
+        (["status", "--nope"], "no such option: --nope; see trainmount status --help"),
+        (["logs"], "missing argument 'RUN'; see trainmount logs --help"),
+        (["cp", "a"], "cp needs a source and a destination"),
+        (
+            ["mount", "/Volumes/x"],
+            "arguments are required: MOUNTPOINT; see trainmount mount --help",
+        ),
+        (["serve"], "arguments are required: DIR; see trainmount serve --help"),
+        (["ls", "/", "-o", "\x1b[2J"], "'\\x1b[2J' is not one of 'text', 'json'"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line_that_says_where_to_look(
+    in_process: Any, arguments: list[str], line: str
+) -> None:
+    done = in_process(*arguments, status=2)
+
+    assert line in done.stderr
+    assert done.stderr.startswith("trainmount: ")
+    assert (len(done.stderr.splitlines()), done.stdout) == (1, "")
+
+
+def test_no_arguments_at_all_are_told_the_commands(in_process: Any) -> None:
+    done = in_process(status=2)
+
+    assert "Commands:" in done.stdout + done.stderr
+    assert "trainmount: " not in done.stdout + done.stderr
+
+
 def in_machine_without_fuse(trainmount: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run in a mount namespace whose /dev has no fuse."""
     hide = """

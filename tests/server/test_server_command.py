@@ -56,6 +56,14 @@ def test_a_missing_directory_is_one_line(tmp_path: Path) -> None:
     )
 
 
+def test_a_missing_argument_is_one_line() -> None:
+    line = refusal("--token", "t")
+
+    assert line == (
+        "trainmount: the following arguments are required: DIR; see trainmount serve --help\n"
+    )
+
+
 def test_a_busy_port_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

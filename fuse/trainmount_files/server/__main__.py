@@ -22,6 +22,7 @@ from trainmount_files.server.endpoints import DEFAULT_ENDPOINTS, ENDPOINTS
 from trainmount_files.server.faults import FaultError
 from trainmount_files.server.grants import GrantError
 from trainmount_files.server.settings import ServerSettings
+from trainmount_files.wording import OneLineParser
 
 __all__ = ["main", "run_server"]
 
@@ -118,7 +119,7 @@ def _write_ready_file(path: Path, url: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="trainmount serve",
         description="Serve a directory as Unity Catalog volumes over the Databricks Files API.",
     )
