@@ -3,20 +3,13 @@
 Started by torchrun, one process an accelerator. Reads `<data>/train` and `<data>/test`, where a
 file is called `<index>_<label>.png`, and writes below `<output>`:
 
-    checkpoints/                     whole or absent; a restarted job goes on from the newest whole
-    one consumed/<from>-<to>/rank-<r>.jsonl   a line for each sample that optimizer steps <from>+1
-    .. <to> consumed result.json                      held-out accuracy and the SHA-256 of the final
-    weights
+    checkpoints/                                whole or absent; a restarted job goes on from there
+    consumed/<from>-<to>/rank-<r>.jsonl         a line for each sample of steps <from>+1 to <to>
+    result.json                                 held-out accuracy, and SHA-256 of the final weights
 
-Two things here are worth copying into a job of your own:
-
-- The model is wrapped with `find_unused_parameters=True`. By default DDP rebuilds its gradient
-  buckets after its first step, so a resumed run adds gradients in another order than the run that
-  went on, and from 4 ranks on the weights differ in their last bits. Without the rebuild a resumed
-  run is equal bit for bit on the same number of ranks.
-- What a job keeps beside its weights (here: the lines of consumed samples) is written in
-  `before_commit`, so that it belongs to the checkpoint, and whatever is newer than the checkpoint
-  is removed at the start of a resumed run.
+One thing here is worth copying into a job of your own: what a job keeps beside its weights (here:
+the lines of consumed samples) is written in `before_commit`, so that it belongs to the checkpoint,
+and whatever is newer than the checkpoint is removed at the start of a resumed run.
 """
 
 from __future__ import annotations
@@ -145,7 +138,7 @@ def main() -> None:
     dist.init_process_group("gloo")
 
     network = DigitsNet()
-    model = DistributedDataParallel(network, find_unused_parameters=True)
+    model = DistributedDataParallel(network)
     optimizer = torch.optim.Adam(network.parameters(), lr=options["learning_rate"])
     loader = DataLoader(
         UCVolumeDataset(str(data / "train"), shuffle=True, seed=options["seed"], pattern="*.png"),
@@ -156,7 +149,7 @@ def main() -> None:
     consumed = ConsumedSamples(output / "consumed", here.rank)
     checkpointer = Checkpointer(
         str(output / "checkpoints"),
-        state={"model": network, "optimizer": optimizer},
+        state={"model": model, "optimizer": optimizer},
         loader=loader,
         every_steps=options["checkpoint_every_steps"],
         keep_last=2,
