@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,20 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.mount.conftest import DEADLINE_SECONDS
 
 MIB = 1 << 20
 ROUTES = ("presigned_get", "get_file")
 """Those of a file's bytes."""
 
 READ_ALL = """
-import errno, sys
+import errno, hashlib, sys
 file = open(sys.argv[1], "rb")
 print("begun", flush=True)
 try:
-    file.read()
+    print(hashlib.sha256(file.read()).hexdigest())
 except OSError as error:
     print(errno.errorcode[error.errno])
 """
@@ -56,6 +59,10 @@ def drop_pages(*paths: Path) -> None:
 def resident_bytes(process: Path) -> int:
     pages = int((process / "statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_threads(process: Path) -> int:
+    return len(list((process / "task").iterdir()))
 
 
 def test_a_reader_gets_the_bytes_that_were_pushed_to_the_kernel(start_mount, files_server):
@@ -166,60 +173,115 @@ def test_forked_readers_of_one_descriptor_or_mapping_fetch_each_byte_once(
     print(seconds)
 
 
-def test_a_silent_store_holds_up_nobody_else_and_leaves_nothing_behind(
-    start_mount, files_server, tmp_path, wait_until
+class SilentStore:
+    """A store that takes the requests for some files' bytes, and sends nothing."""
+
+    def __init__(self, files_server, faults: Path) -> None:
+        self.server = files_server
+        self._faults = faults
+        self.contents = {
+            f"silent-{number:02}": fill(files_server.volume / f"silent-{number:02}", 4)
+            for number in range(NUM_SILENT)
+        }
+        self.speak()
+        self.restart()
+
+    def be_silent(self) -> None:
+        rules = [{"path": "*silent*", "route": route, "latency_ms": 600_000} for route in ROUTES]
+        self._faults.write_text(json.dumps(rules))
+
+    def speak(self) -> None:
+        self._faults.write_text("[]")
+
+    def restart(self) -> None:
+        """The requests that wait break off."""
+        self.server.stop()
+        self.server.start("--faults", str(self._faults))
+
+    @contextlib.contextmanager
+    def readers(self, mountpoint: Path) -> Iterator[list[subprocess.Popen[str]]]:
+        """One program for each of the files; all have it open."""
+        programs = [
+            subprocess.Popen(
+                [sys.executable, "-c", READ_ALL, str(mountpoint / name)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for name in self.contents
+        ]
+        try:
+            for program in programs:
+                assert program.stdout is not None
+                assert program.stdout.readline() == "begun\n"
+            yield programs
+        finally:
+            for program in programs:
+                program.kill()
+                program.communicate()
+
+
+@pytest.fixture
+def silent_store(files_server, tmp_path) -> SilentStore:
+    return SilentStore(files_server, tmp_path / "faults.json")
+
+
+def test_a_silent_store_holds_up_nobody_else_and_no_end_of_a_reader(
+    start_mount, files_server, silent_store
 ):
-    """Half of its readers are killed, the others get an error at the deadline."""
-    for name in ("here", "cold"):
-        fill(files_server.volume / name, 2)
-    for number in range(NUM_SILENT):
-        fill(files_server.volume / f"silent-{number:02}", 4)
-    faults = tmp_path / "faults.json"
-    faults.write_text("[]")
-    files_server.stop()
-    files_server.start("--faults", str(faults))
+    """The daemon has the patience that it always has; nothing here waits for that."""
+    expected = {name: fill(files_server.volume / name, 2) for name in ("here", "cold")}
+    mount = start_mount(files_server.source, environment=files_server.environment())
+    here = mount.mountpoint
+    assert (here / "here").read_bytes() == expected["here"]
+    silent_store.be_silent()
+    seconds = {}
+    with silent_store.readers(here) as readers:
+        drop_pages(here / "here")
+        for what, look in {
+            "cached": lambda: (here / "here").read_bytes() == expected["here"],
+            "cold": lambda: (here / "cold").read_bytes() == expected["cold"],
+            "ls": lambda: len(list(here.iterdir())) == NUM_SILENT + 2,
+            "df": lambda: os.statvfs(here).f_bsize > 0,
+        }.items():
+            began = time.monotonic()
+            assert look()
+            seconds[what] = round(time.monotonic() - began, 2)
+        assert [reader.poll() for reader in readers] == [None] * NUM_SILENT
+        began = time.monotonic()
+        for reader in readers[::2]:
+            reader.kill()
+        assert {reader.wait(DEADLINE_SECONDS) for reader in readers[::2]} == {-signal.SIGKILL}
+        seconds["killed"] = round(time.monotonic() - began, 2)
+        assert [reader.poll() for reader in readers[1::2]] == [None] * (NUM_SILENT // 2)
+        silent_store.speak()
+        silent_store.restart()
+        outputs = [reader.communicate(timeout=DEADLINE_SECONDS)[0] for reader in readers[1::2]]
+    print(seconds)
+    digests = [hashlib.sha256(data).hexdigest() for data in silent_store.contents.values()]
+    assert outputs == [f"{digest}\n" for digest in digests[1::2]]
+    assert mount.stop() == 0
+
+
+def test_reads_of_a_silent_store_end_at_the_deadline_and_leave_nothing_behind(
+    start_mount, files_server, silent_store, wait_until
+):
+    fill(files_server.volume / "here", 2)
     mount = start_mount(
         files_server.source, environment=files_server.environment(), toy="impatient"
     )
-    here = mount.mountpoint / "here"
-    here.read_bytes()
+    (mount.mountpoint / "here").read_bytes()
     daemon = Path(f"/proc/{mount.ready()['daemon_pid']}")
-    before = (len(list((daemon / "task").iterdir())), resident_bytes(daemon))
-    rules = [{"path": "*silent*", "route": route, "latency_ms": 600_000} for route in ROUTES]
-    faults.write_text(json.dumps(rules))
-    readers = [
-        subprocess.Popen(
-            [sys.executable, "-c", READ_ALL, str(mount.mountpoint / f"silent-{number:02}")],
-            stdout=subprocess.PIPE,
-        )
-        for number in range(NUM_SILENT)
-    ]
-    try:
-        for reader in readers:
-            assert reader.stdout is not None
-            reader.stdout.readline()
-        began = time.monotonic()
-        drop_pages(here)
-        assert len(here.read_bytes()) == 2 * MIB
-        assert len((mount.mountpoint / "cold").read_bytes()) == 2 * MIB
-        assert len(list(mount.mountpoint.iterdir())) == NUM_SILENT + 2
-        os.statvfs(mount.mountpoint)
-        answered = time.monotonic() - began
-    finally:
-        for reader in readers[::2]:
-            reader.send_signal(signal.SIGKILL)
-    for reader in readers[::2]:
-        reader.communicate(timeout=20)
-        assert reader.returncode == -signal.SIGKILL
-    gone = time.monotonic() - began - answered
-    outputs = [reader.communicate(timeout=60)[0] for reader in readers[1::2]]
-    ended = time.monotonic() - began
-    assert outputs == [b"EIO\n"] * (NUM_SILENT // 2)
-    # Others did not wait for the deadline.
-    assert answered < ended
-    print(f"answered {answered:.2f} s, killed gone {gone:.2f} s, ended {ended:.2f} s")
+    before = (num_threads(daemon), resident_bytes(daemon))
+    silent_store.be_silent()
+    with silent_store.readers(mount.mountpoint) as readers:
+        outputs = [reader.communicate(timeout=DEADLINE_SECONDS)[0] for reader in readers]
+    assert outputs == ["EIO\n"] * NUM_SILENT
     limit = before[0] + READ_AHEAD_THREADS
-    wait_until(lambda: len(list((daemon / "task").iterdir())) <= limit, "fewer threads")
-    after = (len(list((daemon / "task").iterdir())), resident_bytes(daemon))
+    wait_until(lambda: num_threads(daemon) <= limit, "fewer threads")
+    after = (num_threads(daemon), resident_bytes(daemon))
     print("threads and memory", before, after)
     assert after[1] <= before[1] + 16 * MIB
+    silent_store.speak()
+    for name, content in silent_store.contents.items():
+        assert (mount.mountpoint / name).read_bytes() == content
+    assert mount.stop() == 0
