@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -161,16 +163,9 @@ def _in_kernel(pids: list[int]) -> list[int]:
     return found
 
 
-def test_files_that_go_while_they_are_read_hold_up_neither_notices_nor_the_end(
-    start_mount: Callable[..., Any], files_server: Any, faults: Faults
-) -> None:
-    size = 4 * MIB
-    for number in range(NUM_READERS):
-        (files_server.volume / f"f{number}").write_bytes(b"\1" * size)
-    (files_server.volume / "other").write_bytes(b"other")
-    mount = start_mount(files_server.source, environment=files_server.environment())
-    here = mount.mountpoint
-    faults.set_each(BYTES, path="*/data/f*", latency_ms=600_000)
+@contextlib.contextmanager
+def _readers(here: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Programs that have begun to read a file each."""
     readers = [
         subprocess.Popen(
             [sys.executable, "-c", READ_ON, here / f"f{number}"], stdout=subprocess.PIPE, text=True
@@ -181,18 +176,68 @@ def test_files_that_go_while_they_are_read_hold_up_neither_notices_nor_the_end(
         for reader in readers:
             assert reader.stdout is not None
             assert reader.stdout.readline() == "begun\n"
-        for number in range(NUM_READERS):
-            path = files_server.volume / f"f{number}"
-            if number % 2:
-                path.unlink()
-            else:
-                part = path.with_name(".part")
-                part.write_bytes(b"\2" * size)
-                part.rename(path)
+        yield readers
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.wait()
+
+
+def _replace_or_remove(volume: Path, size: int) -> None:
+    """What they read: each second file is gone, and the others are other ones."""
+    for number in range(NUM_READERS):
+        path = volume / f"f{number}"
+        if number % 2:
+            path.unlink()
+        else:
+            part = path.with_name(".part")
+            part.write_bytes(b"\2" * size)
+            part.rename(path)
+
+
+def _refresh(mountpoint: Path) -> None:
+    command = [sys.executable, "-m", "trainmount_fuse", "refresh", "--mount", mountpoint]
+    subprocess.run(command, timeout=60, check=True)
+
+
+def test_reads_of_files_that_go_end_as_the_slow_store_answers(
+    start_mount: Callable[..., Any], files_server: Any, faults: Faults
+) -> None:
+    size = 4 * MIB
+    for number in range(NUM_READERS):
+        (files_server.volume / f"f{number}").write_bytes(b"\1" * size)
+    (files_server.volume / "other").write_bytes(b"other")
+    mount = start_mount(files_server.source, environment=files_server.environment())
+    here = mount.mountpoint
+    faults.set_each(BYTES, path="*/data/f*", latency_ms=1000)
+    with _readers(here) as readers:
+        _replace_or_remove(files_server.volume, size)
+        _refresh(here)
+        began = time.monotonic()
+        assert (here / "other").read_bytes() == b"other"
+        outputs = [reader.communicate(timeout=60)[0].strip() for reader in readers]
+    print(f"ended after {time.monotonic() - began:.2f} s", Counter(outputs))
+    assert set(outputs) <= {str(size), "ESTALE"}
+    assert [set((here / f"f{number}").read_bytes()) for number in (0, 2)] == [{2}, {2}]
+    assert not (here / "f1").exists()
+    assert mount.stop() == 0
+
+
+def test_files_that_go_while_they_are_read_hold_up_neither_notices_nor_the_end(
+    start_mount: Callable[..., Any], files_server: Any, faults: Faults
+) -> None:
+    size = 4 * MIB
+    for number in range(NUM_READERS):
+        (files_server.volume / f"f{number}").write_bytes(b"\1" * size)
+    (files_server.volume / "other").write_bytes(b"other")
+    mount = start_mount(files_server.source, environment=files_server.environment())
+    here = mount.mountpoint
+    faults.set_each(BYTES, path="*/data/f*", latency_ms=600_000)
+    with _readers(here) as readers:
+        _replace_or_remove(files_server.volume, size)
         began = time.monotonic()
         for _ in range(2):
-            command = [sys.executable, "-m", "trainmount_fuse", "refresh", "--mount", here]
-            subprocess.run(command, timeout=60, check=True)
+            _refresh(here)
             assert (here / "other").read_bytes() == b"other"
             # Names are new at once, and need none of the bytes.
             assert not (here / "f1").exists()
@@ -206,10 +251,6 @@ def test_files_that_go_while_they_are_read_hold_up_neither_notices_nor_the_end(
         began = time.monotonic()
         outputs = [reader.communicate(timeout=60)[0].strip() for reader in readers]
         ended = time.monotonic() - began
-    finally:
-        for reader in readers:
-            reader.kill()
-            reader.wait()
     assert set(outputs) <= {str(size), "ESTALE"}
     print(f"refreshed after {told:.2f} s, ended after {ended:.2f} s", set(outputs))
     assert _in_kernel([mount.ready()["daemon_pid"]]) == []
@@ -224,22 +265,10 @@ def test_a_stop_while_readers_wait_for_a_slow_store_leaves_no_task_in_the_kernel
         (files_server.volume / f"f{number}").write_bytes(b"\1" * 4 * MIB)
     mount = start_mount(files_server.source, environment=files_server.environment())
     faults.set_each(BYTES, latency_ms=600_000)
-    readers = [
-        subprocess.Popen(
-            [sys.executable, "-c", READ_ON, mount.mountpoint / f"f{number}"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(NUM_READERS)
-    ]
-    try:
-        for reader in readers:
-            assert reader.stdout is not None
-            assert reader.stdout.readline() == "begun\n"
+    with _readers(mount.mountpoint) as readers:
         for number in range(NUM_READERS):
             (files_server.volume / f"f{number}").unlink()
-        command = [sys.executable, "-m", "trainmount_fuse", "refresh", "--mount", mount.mountpoint]
-        subprocess.run(command, timeout=60, check=True)
+        _refresh(mount.mountpoint)
         pids = [reader.pid for reader in readers]
         began = time.monotonic()
         mount.stop()
@@ -247,8 +276,4 @@ def test_a_stop_while_readers_wait_for_a_slow_store_leaves_no_task_in_the_kernel
         assert not mount.is_mounted()
         wait_until(lambda: not _in_kernel(pids), "an end of their reads")
         outputs = [reader.communicate(timeout=60)[0].strip() for reader in readers]
-    finally:
-        for reader in readers:
-            reader.kill()
-            reader.wait()
     assert set(outputs) <= {"EIO", "ENOTCONN", "ECONNABORTED", "ESTALE"}
