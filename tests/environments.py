@@ -9,10 +9,25 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["environment", "uv"]
+__all__ = ["environment", "streaming_python", "uv"]
+
+STREAMING = "mosaicml-streaming==0.13.0"
+_LEFT_OUT = (
+    "azure-identity",
+    "azure-storage-blob",
+    "azure-storage-file-datalake",
+    "boto3",
+    "google-cloud-storage",
+    "matplotlib",
+    "oci",
+    "paramiko",
+    "torch",
+)
+"""What the package asks for and a local dataset does not use; torch is the project's own."""
 
 
 def uv(*arguments: str) -> None:
@@ -43,3 +58,23 @@ def environment(group: str, name: str, *installs: Sequence[str]) -> Path:
                 uv("pip", "install", "--quiet", "--python", python, *packages)
             partial.rename(folder)
     return folder
+
+
+def streaming_python() -> str:
+    """An interpreter that has MosaicML's streaming, whose numpy is older than the project's."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    with tempfile.NamedTemporaryFile("w") as overrides:
+        overrides.writelines(f"{name}; python_version < '3'\n" for name in _LEFT_OUT)
+        overrides.flush()
+        packages = ["--overrides", overrides.name, STREAMING]
+        folder = environment("programs", STREAMING.replace("==", "-"), packages)
+    # Torch is the project's; it comes after what is installed here.
+    site_packages = folder / f"lib/python{version}/site-packages"
+    torch = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.__path__[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (site_packages / "project.pth").write_text(str(Path(torch.stdout.strip()).parent) + "\n")
+    return str(folder / "bin/python")

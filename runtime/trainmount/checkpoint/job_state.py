@@ -108,7 +108,7 @@ class JobState:
         for name in self._objects:
             content[_OBJECT + name] = b""
         if self._loader is not None:
-            if not self._loader.has_position and record.world_size != world_size:
+            if not self._loader.has_state_of_job and record.world_size != world_size:
                 raise StateMismatch(
                     f"the loader's dataset has a state for each of {record.world_size} ranks, and "
                     f"there are {world_size} now; resume on {record.world_size} ranks"
@@ -181,7 +181,7 @@ class JobState:
     def _loader_key(self, rank: int) -> str:
         """One state for the job, or one a rank."""
         assert self._loader is not None
-        return _LOADER if self._loader.has_position else f"{_LOADER}.{rank}"
+        return _LOADER if self._loader.has_state_of_job else f"{_LOADER}.{rank}"
 
     def _randomness_key(self, record: CommitRecord) -> str:
         rank, _ = grid_of_process()

@@ -198,6 +198,7 @@ class Replicas:
         self, dataset: Any, num_workers: int, batch_size: int | None, *, drop_last: bool
     ) -> None:
         self.batch_size = batch_size or 1
+        self.dataset = dataset
         self.replica = Replica(dataset, self.batch_size - 1 if drop_last else 0)
         self.seed = Progress()
         """What workers that start begin with; changed in place, since the loader keeps it."""
@@ -234,7 +235,7 @@ class Replicas:
         version = state_dict.get("version")
         if version != STREAM_STATE_VERSION:
             raise StateMismatch(
-                f"state of a loader over {type(self.replica.dataset).__name__} must have version "
+                f"state of a loader over {type(self.dataset).__name__} must have version "
                 f"{STREAM_STATE_VERSION}, got {version!r}"
             )
         check_grid(state_dict, Grid(*grid_of_process()), self._num_workers)
@@ -268,7 +269,7 @@ class Replicas:
             # For datasets whose replicas share their epoch; the others do it themselves.
             self.replica.advance_epoch()
         elif not self._start.states:
-            self._start.states[0] = copy.deepcopy(self.replica.dataset.state_dict())
+            self._start.states[0] = copy.deepcopy(self.dataset.state_dict())
         return is_left_early
 
     def consume(self, stamped: Iterator[Any], again: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -298,7 +299,7 @@ class Replicas:
     def _go_to(self, progress: Progress) -> None:
         self.progress = progress
         self._start = None
-        dataset = self.replica.dataset
+        dataset = self.dataset
         epochs = [
             epoch for state in progress.states.values() if (epoch := _epoch_of(state)) is not None
         ]

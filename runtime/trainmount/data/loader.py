@@ -6,13 +6,13 @@ the position counts what was *consumed*, not what was prefetched, is the same on
 same step, and can be continued with any number of ranks and workers.
 
 Any other iterable dataset with `state_dict` and `load_state_dict` shares itself out among ranks and
-workers, and the loader keeps the state of each worker's replica (`iterables`).
+workers, and the loader keeps the state of each worker's replica (`iterables`), or tells the dataset
+how much was consumed (`counted`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils.collate import default_convert
 
-from trainmount.data.checkpointable import Checkpointable
+from trainmount.data.checkpointable import is_told_its_progress, tells_its_progress
+from trainmount.data.counted import Counted, Counting
 from trainmount.data.dataset import UCVolumeDataset
 from trainmount.data.drawing import Collating, Drawn, Fetching, RankSampler, draw
 from trainmount.data.iterables import Replicas, Seeding, Stamping
@@ -71,7 +72,8 @@ class DataLoader(TorchDataLoader[Any]):
     (`len(loader)` is theirs): use `drop_last=True`, or `torch.distributed.algorithms.join.Join`.
 
     Over another iterable dataset with `state_dict` and `load_state_dict`, the state is this rank's,
-    has that of each worker's replica, and continues on the same number of ranks and workers.
+    has that of each worker's replica, and continues on the same number of ranks and workers. Over
+    one whose `state_dict` takes `num_samples` and `from_beginning`, it is the dataset's own state.
 
     How long batches take is logged to the active MLflow run, if there is one: see `timings`.
     """
@@ -108,7 +110,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._shows_progress = progress
         self._timings = Timings(lambda: grid_of_process()[0])
         self._files: UCVolumeDataset | None = None
-        self._replicas: Replicas | None = None
+        self._replicas: Replicas | Counted | None = None
         self._place = Place()
         self._start = Position()
         self._order: Order | Rest | None = None
@@ -136,10 +138,18 @@ class DataLoader(TorchDataLoader[Any]):
             dataset.agree()
             options = self._options_for_files(dataset, batch_size, options)
             dataset = Fetching(dataset)
-        elif isinstance(dataset, IterableDataset) and _tells_its_state(dataset):
-            self._replicas = Replicas(dataset, num_workers, batch_size, drop_last=drop_last)
-            options = self._options_for_replicas(self._replicas, batch_size, options)
-            dataset = self._replicas.replica
+        elif isinstance(dataset, IterableDataset) and tells_its_progress(dataset):
+            replicas = Replicas(dataset, num_workers, batch_size, drop_last=drop_last)
+            # The replicas' states travel with their batches.
+            options["collate_fn"] = Stamping(_collate_fn(options, batch_size), replicas.replica)
+            options["worker_init_fn"] = Seeding(options["worker_init_fn"], replicas)
+            self._replicas, dataset = replicas, replicas.replica
+        elif isinstance(dataset, IterableDataset) and is_told_its_progress(dataset):
+            self._replicas = Counted(dataset, batch_size)
+            _require_order(dataset, options)
+            options["collate_fn"] = Counting(
+                _collate_fn(options, batch_size), is_batched=batch_size is not None
+            )
         super().__init__(dataset, batch_size, **options)
         if self._files is not None and self.plan.num_batches() == 0:
             raise ValueError(
@@ -156,11 +166,18 @@ class DataLoader(TorchDataLoader[Any]):
 
     @property
     def has_position(self) -> bool:
-        """True over a UCVolumeDataset: `state_dict` is one for the whole job, the same on all
-        ranks, and resumes on any number of ranks. False over another Checkpointable: each rank's
-        own.
+        """True over a UCVolumeDataset, whose files the loader itself counts: then it has a
+        `position` and a `plan`.
         """
         return self._files is not None
+
+    @property
+    def has_state_of_job(self) -> bool:
+        """True where `state_dict` is one for the whole job, the same on all ranks, and resumes on
+        any number of ranks: over a UCVolumeDataset, and one that is told how much was delivered.
+        False over another Checkpointable: each rank's own.
+        """
+        return not isinstance(self._replicas, Replicas)
 
     @property
     def plan(self) -> Plan:
@@ -262,7 +279,8 @@ class DataLoader(TorchDataLoader[Any]):
         """
         if self._replicas is not None:
             self._replicas.load_state_dict(state_dict)
-            self._stop_workers()
+            if isinstance(self._replicas, Replicas):
+                self._stop_workers()
             return
         files = self._require_files()
         version = state_dict.get("version")
@@ -408,10 +426,7 @@ class DataLoader(TorchDataLoader[Any]):
                 raise ValueError(
                     f"{name} is not for a UCVolumeDataset: give shuffle and seed to the dataset"
                 )
-        if not options.get("in_order", True):
-            raise ValueError(
-                "in_order must be true for a UCVolumeDataset: the position counts batches in order"
-            )
+        _require_order(files, options)
         collate_fn = _collate_fn(options, batch_size)
         options["collate_fn"] = Collating(collate_fn, is_batched=batch_size is not None)
         if options["generator"] is None:
@@ -424,21 +439,13 @@ class DataLoader(TorchDataLoader[Any]):
         options["sampler"] = RankSampler(self)
         return options
 
-    def _options_for_replicas(
-        self, replicas: Replicas, batch_size: int | None, options: dict[str, Any]
-    ) -> dict[str, Any]:
-        """torch's options under which the replicas' states travel with their batches."""
-        options["collate_fn"] = Stamping(_collate_fn(options, batch_size), replicas.replica)
-        options["worker_init_fn"] = Seeding(options["worker_init_fn"], replicas)
-        return options
-
     def _require_files(self) -> UCVolumeDataset:
         if self._files is not None:
             return self._files
         if self._replicas is not None:
             raise TypeError(
                 "the loader has a position only over a UCVolumeDataset, "
-                f"not over {type(self._replicas.replica.dataset).__name__}"
+                f"not over {type(self._replicas.dataset).__name__}"
             )
         raise TypeError(
             "the loader keeps the progress of a UCVolumeDataset, or of an IterableDataset with "
@@ -467,17 +474,11 @@ def _is_read_by_position(dataset: Any) -> TypeGuard[UCVolumeDataset]:
     )
 
 
-def _tells_its_state(dataset: Any) -> bool:
-    """True for a Checkpointable. Not for classes whose `state_dict` has to be told the progress:
-    their libraries have loaders of their own for them.
-    """
-    if not isinstance(dataset, Checkpointable):
-        return False
-    try:
-        inspect.signature(dataset.state_dict).bind()
-    except TypeError:
-        return False
-    return True
+def _require_order(dataset: Any, options: Mapping[str, Any]) -> None:
+    if not options.get("in_order", True):
+        raise ValueError(
+            f"in_order must be true for a {type(dataset).__name__}: batches are counted in order"
+        )
 
 
 def _length(loader: DataLoader) -> int | None:
