@@ -293,6 +293,25 @@ def test_a_listing_is_recorded_in_the_volume_itself(
     assert requests["list_directory"] == 0
 
 
+def test_with_an_inventory_the_first_sample_needs_no_listing_and_the_state_is_that_of_one(
+    served: Served, files: Path, tmp_path: Path
+) -> None:
+    inventory = tmp_path / "inventory.jsonl"
+    sizes = {path.name: path.stat().st_size for path in sorted(files.iterdir())}
+    inventory.write_text(
+        "".join(json.dumps({"path": name, "size": size}) + "\n" for name, size in sizes.items())
+    )
+    with served.counting() as requests:
+        options = {"manifest": str(inventory), "shuffle": True, "read_ahead_bytes": 0}
+        loader = DataLoader(over(files, tmp_path, **options), 1, num_workers=0)
+        [first] = [Path(path).read_bytes() for path in next(iter(loader))]
+    assert requests == {"get_file": 1}
+    listed = DataLoader(over(files, tmp_path, shuffle=True), 1, num_workers=0)
+    listed.load_state_dict(loader.state_dict())
+    rest = [Path(path).read_bytes() for batch in listed for path in batch]
+    assert sorted([first, *rest]) == sorted(contents(files))
+
+
 def test_a_copy_that_the_disk_has_damaged_is_fetched_again(
     served: Served, files: Path, tmp_path: Path
 ) -> None:
