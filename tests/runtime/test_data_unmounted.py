@@ -305,7 +305,7 @@ def test_with_an_inventory_the_first_sample_needs_no_listing_and_the_state_is_th
         options = {"manifest": str(inventory), "shuffle": True, "read_ahead_bytes": 0}
         loader = DataLoader(over(files, tmp_path, **options), 1, num_workers=0)
         [first] = [Path(path).read_bytes() for path in next(iter(loader))]
-    assert requests == {"get_file": 1}
+    assert requests == {"head_file": 1, "get_file": 1}
     listed = DataLoader(over(files, tmp_path, shuffle=True), 1, num_workers=0)
     listed.load_state_dict(loader.state_dict())
     rest = [Path(path).read_bytes() for batch in listed for path in batch]
