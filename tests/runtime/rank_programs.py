@@ -248,6 +248,28 @@ def disagree(arguments: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def end_in_the_midst(arguments: dict[str, Any]) -> None:
+    """Raise, or be killed, while the others wait in a collective; write down each rank's error and
+    what was added to it.
+    """
+    me = world()
+    _join(me.rank, me.world_size)
+    root, how = Path(arguments["root"]), arguments["how"]
+    try:
+        with Checkpointer(root / "checkpoints", state={}, on_sigterm=False):
+            dist.barrier()  # all are connected
+            if how == "all raise" or (me.rank == 1 and how == "raise"):
+                raise ValueError("a sample that cannot be read\nat byte 5")
+            if how == "each raise":
+                raise KeyError(me.rank)
+            if me.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.zeros(1))
+    except (RuntimeError, ValueError, KeyError) as error:
+        told = [type(error).__name__, getattr(error, "__notes__", [])]
+        (root / f"told-{me.rank}").write_text(json.dumps(told))
+
+
 def consume(arguments: dict[str, Any]) -> None:
     """Go through the epochs without training; die at a step. What was consumed becomes durable with
     the loader's state.
@@ -407,6 +429,7 @@ PROGRAMS = {
     "consume": consume,
     "count_on": count_on,
     "disagree": disagree,
+    "end_in_the_midst": end_in_the_midst,
     "quarantine": quarantine,
     "skip": skip,
     "stream": stream,

@@ -19,6 +19,7 @@ Every method is called by all ranks together. `step` -> `schedule` (whether) -> 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ from typing import Any, Final
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
+from trainmount.checkpoint.failures import note_first_failure
 from trainmount.checkpoint.generations import SkippedGeneration, inspect_generations
 from trainmount.checkpoint.job_state import JobState
 from trainmount.checkpoint.layout import CommitRecord
@@ -64,6 +66,9 @@ failed or finished.
 """
 
 _STEP: Final = "step"
+
+_numbers: Final = itertools.count()
+"""Of the objects of this process, which all ranks make together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +148,7 @@ class Checkpointer:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every must be at least 1, got {keep_every}")
+        self._number = next(_numbers)
         self._path = os.fspath(path)
         self._state = JobState(state, loader)
         self._keep_last = keep_last
@@ -173,6 +179,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        if isinstance(error, Exception):
+            note_first_failure(f"end-{self._number}", error)
         # The others may be anywhere: nothing is asked of them, and the first error is the one told.
         if self._in_flight is not None:
             try:
