@@ -2,7 +2,9 @@
 programs; needs no torch.
 
 `torchrun` sets the ranks; the operator (or `trainmount run --local`) sets the node, the attempt and
-the path of the parameters; whoever watches the job sets the path of the heartbeat.
+the path of the parameters; whoever watches the job sets the path of the heartbeat, and looks at it:
+
+    python -m trainmount.run --check-heartbeat [PATH] --older-than SECONDS
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -189,6 +192,99 @@ def heartbeat(step: int) -> bool:
     return True
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Whether each process of this node that has a heartbeat did a step in the last SECONDS, as an
+    exit code (0 if so, else 1) and one line that says what was found.
+
+    Processes of earlier attempts do not count. Where nothing is found the answer is 1.
+    """
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="python -m trainmount.run",
+        description="Exit with 1 if a training process of this node has shown no sign of life.",
+    )
+    parser.add_argument(
+        "--check-heartbeat",
+        metavar="PATH",
+        nargs="?",
+        const="",
+        required=True,
+        help=f"the file that the program writes; {HEARTBEAT_VARIABLE} if it is not given",
+    )
+    parser.add_argument("--older-than", metavar="SECONDS", type=int, required=True)
+    given = parser.parse_args(arguments)
+    path = given.check_heartbeat or os.environ.get(HEARTBEAT_VARIABLE, "")
+    if not path:
+        parser.error(f"name a PATH, or set {HEARTBEAT_VARIABLE}")
+    if given.older_than < 1:
+        parser.error(f"--older-than must be at least 1, got {given.older_than}")
+    try:
+        oldest = _oldest_beat(Path(path))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    age_seconds = time.time() - oldest.time
+    step = f"step {oldest.step} of rank {oldest.rank}"
+    said = f"{oldest.path}: {step} was done {age_seconds:.0f} s ago"
+    if age_seconds > given.older_than:
+        print(f"{said}, more than {given.older_than} s: it hangs", file=sys.stderr)
+        return 1
+    print(said)
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beat:
+    """What `heartbeat` has written."""
+
+    path: Path
+
+    time: float
+    """Seconds since 1970."""
+
+    step: int
+    rank: int
+    attempt: int
+
+    @classmethod
+    def read(cls, path: Path) -> _Beat:
+        """Raises ValueError, which names the file, where something else has written it."""
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                path=path,
+                time=float(said["time"]),
+                step=int(said["step"]),
+                rank=int(said["rank"]),
+                attempt=int(said["attempt"]),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is no heartbeat: {error}") from error
+
+
+def _oldest_beat(path: Path) -> _Beat:
+    """Of the newest attempt's processes at `path`, `path`.1, `path`.2 and so on, that which has
+    waited longest.
+
+    Raises:
+        OSError: a file or its directory cannot be read.
+        ValueError: there is none, or one is no heartbeat.
+    """
+    beats = [
+        _Beat.read(file)
+        for file in path.parent.iterdir()
+        if file == path or (file.stem == path.name and file.suffix[1:].isdecimal())
+    ]
+    if not beats:
+        raise ValueError(
+            f"{path} is not there: no step was done yet, or the program's {HEARTBEAT_VARIABLE} is "
+            "another one"
+        )
+    attempt = max(beat.attempt for beat in beats)
+    return min((beat for beat in beats if beat.attempt == attempt), key=lambda beat: beat.time)
+
+
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text:
@@ -203,3 +299,7 @@ def _first_number(environment: Mapping[str, str], names: tuple[str, ...], otherw
         if environment.get(name):
             return _number(environment, name)
     return otherwise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

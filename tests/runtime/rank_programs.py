@@ -259,7 +259,7 @@ def end_in_the_midst(arguments: dict[str, Any]) -> None:
         with Checkpointer(root / "checkpoints", state={}, on_sigterm=False):
             dist.barrier()  # all are connected
             if how == "all raise" or (me.rank == 1 and how == "raise"):
-                raise ValueError("a sample that cannot be read\nat byte 5")
+                raise ValueError("f\udcff.bin cannot be read\nat byte 5")
             if how == "each raise":
                 raise KeyError(me.rank)
             if me.rank == 1:

@@ -56,7 +56,7 @@ def test_a_lost_connection_is_told_with_the_rank_that_failed(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     run_ranks("end_in_the_midst", 3, root=str(tmp_path), how="raise")
-    first = "rank 1 failed: ValueError: a sample that cannot be read"
+    first = r"rank 1 failed: ValueError: f\udcff.bin cannot be read"
     lost = ["RuntimeError", [f"{first}; look into its log first"]]
     assert told(tmp_path, "told", 3) == [lost, ["ValueError", []], lost]
 

@@ -13,7 +13,7 @@ import pytest
 
 import trainmount.run
 from trainmount.errors import LaunchError
-from trainmount.run import World, heartbeat, parameters, world
+from trainmount.run import World, heartbeat, main, parameters, world
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
 
@@ -154,6 +154,87 @@ def test_a_heartbeat_that_cannot_be_written_ends_no_training(
     monkeypatch.setattr(trainmount.run, "_next_beat", 0.0)
     assert not heartbeat(1)
     assert len(caplog.records) == 1
+
+
+NOW = 1796065995.0
+
+
+def write_beat(path: Path, age_seconds: float, **changes: int) -> None:
+    beat = {"time": time.time() - age_seconds, "step": 7, "rank": 4, "attempt": 1, **changes}
+    path.write_text(json.dumps(beat))
+
+
+def check(*arguments: str | Path) -> int:
+    return main(["--check-heartbeat", *map(str, arguments)])
+
+
+def test_a_heartbeat_that_is_new_enough_is_a_sign_of_life(
+    beats: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    assert heartbeat(7)
+    monkeypatch.setattr(time, "time", lambda: NOW + 3600)
+    assert check(beats, "--older-than", "3600") == 0
+    assert check("--older-than", "3600") == 0  # at the place that the variable names
+    said, errors = capsys.readouterr()
+    assert said.splitlines() == [f"{beats}: step 7 of rank 0 was done 3600 s ago"] * 2
+    assert errors == ""
+
+
+def test_the_process_of_a_node_that_waited_longest_decides(
+    beats: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    write_beat(beats, 1)
+    write_beat(beats.with_name("beat.json.1"), 700, step=6, rank=5)
+    write_beat(beats.with_name("beat.json.2"), 9000, attempt=0)  # of an attempt that is over
+    beats.with_name("beat.json.1.999.tmp").write_text("{")
+    beats.with_name("other.1").write_text("{")
+    assert check(beats, "--older-than", "3600") == 0
+    assert check(beats, "--older-than", "600") == 1
+    said = f"{beats}.1: step 6 of rank 5 was done 700 s ago"
+    assert capsys.readouterr() == (f"{said}\n", f"{said}, more than 600 s: it hangs\n")
+
+
+def test_where_no_heartbeat_can_be_read_the_line_says_why(
+    beats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(beats, "--older-than", "600") == 1
+    for text in ("{", "[]", '{"time": 1.0, "step": 3}'):
+        beats.write_text(text)
+        assert check(beats, "--older-than", "600") == 1
+    assert check(beats / "beat.json", "--older-than", "600") == 1
+    none, *broken, no_folder = capsys.readouterr().err.splitlines()
+    assert none == (
+        f"{beats} is not there: no step was done yet, or the program's TRAINMOUNT_HEARTBEAT_PATH "
+        "is another one"
+    )
+    assert [line.startswith(f"{beats} is no heartbeat: ") for line in broken] == [True] * 3
+    assert "Not a directory" in no_folder
+
+
+def test_a_check_without_a_path_or_with_no_time_at_all_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRAINMOUNT_HEARTBEAT_PATH", raising=False)
+    for arguments in (["--older-than", "600"], ["beat.json", "--older-than", "0"], ["beat.json"]):
+        with pytest.raises(SystemExit, match="2"):
+            check(*arguments)
+    mistakes = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
+    assert [line.partition(": error: ")[2] for line in mistakes] == [
+        "name a PATH, or set TRAINMOUNT_HEARTBEAT_PATH",
+        "--older-than must be at least 1, got 0",
+        "the following arguments are required: --older-than",
+    ]
+
+
+def test_a_probe_is_one_command(beats: Path) -> None:
+    write_beat(beats, 700)
+    command = [sys.executable, "-m", "trainmount.run", "--check-heartbeat", "--older-than", "600"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"{beats}: step 7 of rank 4 was done 7")
+    assert done.stderr.endswith(" s ago, more than 600 s: it hangs\n")
 
 
 def test_importing_the_package_loads_no_torch_and_nothing_else_heavy() -> None:

@@ -100,6 +100,8 @@ def _answer_of(ask: Callable[[], str | None]) -> str | None:
 
 def _told(rank: int, error: BaseException) -> str:
     first_line = str(error).partition("\n")[0]
+    # A file's name need not be UTF-8, and the store takes nothing else.
+    first_line = first_line.encode(errors="backslashreplace").decode()
     return f"rank {rank} failed: {type(error).__name__}: {first_line}"
 
 
