@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -147,35 +146,31 @@ def main() -> None:
         collate_fn=decode,
     )
     consumed = ConsumedSamples(output / "consumed", here.rank)
-    checkpointer = Checkpointer(
+    with Checkpointer(
         str(output / "checkpoints"),
         state={"model": model, "optimizer": optimizer},
         loader=loader,
         every_steps=options["checkpoint_every_steps"],
         keep_last=2,
         before_commit=consumed.write,
-    )
-    resumed = checkpointer.resume()
-    step = resumed.step if resumed else 0
-    consumed.start_from(step)
-    if here.rank == 0:
-        attempt = os.environ.get("TRAINMOUNT_ATTEMPT", "0")
-        print(
-            f"attempt {attempt}: {'resumed at' if resumed else 'starts at'} step {step}", flush=True
-        )
+    ) as checkpoints:
+        resumed = checkpoints.resume()
+        step = resumed.step if resumed else 0
+        consumed.start_from(step)
+        if here.is_first:
+            how = "resumed" if resumed else "starts"
+            print(f"attempt {here.attempt}: {how} at step {step}", flush=True)
+        for epoch in range(loader.epoch, options["epochs"]):
+            for names, images, labels in loader:
+                loss = train_step(model, optimizer, images, labels)
+                step += 1
+                consumed.add(epoch=epoch, step=step, names=names)
+                if here.is_first:
+                    print(f"epoch {epoch} step {step} loss {loss:.6f}", flush=True)
+                checkpoints.step(step)
+        checkpoints.save(step)
 
-    while loader.epoch < options["epochs"]:
-        epoch = loader.epoch
-        for names, images, labels in loader:
-            loss = train_step(model, optimizer, images, labels)
-            step += 1
-            consumed.add(epoch=epoch, step=step, names=names)
-            if here.rank == 0:
-                print(f"epoch {epoch} step {step} loss {loss:.6f}", flush=True)
-            checkpointer.step(step)
-    checkpointer.save(step)
-
-    if here.rank == 0:
+    if here.is_first:
         result = {
             "accuracy": accuracy(network, data / "test"),
             "steps": step,
