@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trainmount.data.workers import crossing_errors
 from trainmount.distributed import announced_world_size, grid_of_process, is_distributed
 from trainmount.errors import StateMismatch
 
@@ -26,7 +27,9 @@ class Counting:
         self._is_batched = is_batched
 
     def __call__(self, items: Any) -> tuple[int, Any]:
-        return len(items) if self._is_batched else 1, self._collate_fn(items)
+        with crossing_errors():
+            batch = self._collate_fn(items)
+        return len(items) if self._is_batched else 1, batch
 
 
 class Counted:

@@ -18,6 +18,7 @@ from trainmount.data.items import Fetched
 from trainmount.data.position import Grid, Plan
 from trainmount.data.shuffle import Order
 from trainmount.data.streams import Rest
+from trainmount.data.workers import crossing_errors
 
 __all__ = ["Collated", "Collating", "Drawn", "Fetching", "RankSampler", "draw"]
 
@@ -141,5 +142,6 @@ class Collating:
         items, skipped, copies = fetched
         if not items:
             return Collated(None, True, skipped, copies)
-        batch = self._collate_fn(items if self._is_batched else items[0])
+        with crossing_errors():
+            batch = self._collate_fn(items if self._is_batched else items[0])
         return Collated(batch, False, skipped, copies)

@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainmount.data.position import Grid
 from trainmount.data.streams import STREAM_STATE_VERSION, check_grid, entries
+from trainmount.data.workers import crossing_errors
 from trainmount.distributed import grid_of_process
 from trainmount.errors import StateMismatch
 
@@ -95,9 +96,10 @@ class Replica(IterableDataset[Any]):
             self._end_again()
         self.advance_epoch()
         self._ahead.clear()
-        self._stream = iter(self.dataset)
-        while (item := self._next()) is not _END:
-            yield item
+        with crossing_errors():
+            self._stream = iter(self.dataset)
+            while (item := self._next()) is not _END:
+                yield item
 
     def is_at_end(self) -> bool:
         """True if this iteration has no more items. Reads the next one ahead to know it."""
@@ -169,9 +171,10 @@ class Stamping:
         info = get_worker_info()
         worker = info.id if info is not None else 0
         replica = _replica_here(self._replica)
-        batch = self._collate_fn(items)
-        # A copy: a queue writes it later, when the dataset has gone on.
-        state = copy.deepcopy(replica.state_dict())
+        with crossing_errors():
+            batch = self._collate_fn(items)
+            # A copy: a queue writes it later, when the dataset has gone on.
+            state = copy.deepcopy(replica.state_dict())
         return worker, state, replica.is_at_end(), batch
 
 

@@ -36,7 +36,7 @@ from trainmount.data.state import JOB_STATE_VERSION, Place, Skipped, job_state, 
 from trainmount.data.stream_states import place_of_streams, stream_state
 from trainmount.data.streams import STREAM_STATE_VERSION, Rest
 from trainmount.data.timings import Timings
-from trainmount.data.workers import OwnGroup
+from trainmount.data.workers import OwnGroup, break_cycle
 from trainmount.distributed import announced_world_size, gather, grid_of_process, is_distributed
 from trainmount.errors import StateMismatch
 
@@ -409,6 +409,9 @@ class DataLoader(TorchDataLoader[Any]):
                 batch = next(batches)
             except StopIteration:
                 return
+            except Exception as error:
+                break_cycle(error)
+                raise
             yield batch
         raise RuntimeError("this iteration over the loader ended when another one began")
 
