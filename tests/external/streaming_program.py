@@ -15,13 +15,15 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
 from trainmount.checkpoint import Checkpointer
 from trainmount.data import DataLoader
+from trainmount.errors import DataError
 
 LOADERS = {"trainmount": DataLoader, "streaming": StreamingDataLoader}
 
 
 def write(job):
     """Shards of some forty samples, which are the numbers from 0."""
-    with MDSWriter(out=job["path"], columns={"number": "int"}, size_limit=1 << 9) as out:
+    options = {"columns": {"number": "int"}, "size_limit": 1 << 9, "hashes": ["sha1"]}
+    with MDSWriter(out=job["path"], **options) as out:
         for number in range(job["count"]):
             out.write({"number": number})
 
@@ -29,7 +31,9 @@ def write(job):
 def read(job):
     """What the loader said at each of the steps."""
     options = {"shuffle": True, "batch_size": job["batch_size"], "num_canonical_nodes": 1}
-    dataset = StreamingDataset(local=job["path"], **options)
+    if "copies" in job:
+        options |= {"remote": job["path"], "validate_hash": "sha1", "download_retry": 1}
+    dataset = StreamingDataset(local=job.get("copies", job["path"]), **options)
     make = LOADERS[job.get("library", "trainmount")]
     loader = make(dataset, batch_size=job["batch_size"], num_workers=job["num_workers"])
     batches, answers = iter(()), []
@@ -44,6 +48,11 @@ def read(job):
             answers.append([batch["number"].tolist() for batch in batches])
         elif step == "state":
             answers.append(loader.state_dict())
+        elif step == "fail":
+            try:
+                answers.append(len(list(loader)))
+            except DataError as error:
+                answers.append(str(error))
         elif step == "save":
             checkpointer_of(loader, argument).save(1)
         elif step == "resume":

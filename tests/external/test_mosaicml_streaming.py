@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -27,9 +29,14 @@ RunJob = Callable[..., list[list[Any]]]
 
 
 @pytest.fixture(scope="module")
-def run_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunJob]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder; `shards` in it is what is read."""
+    return tmp_path_factory.mktemp("streaming")
+
+
+@pytest.fixture(scope="module")
+def run_job(root: Path) -> Iterator[RunJob]:
     """`run_job(*steps, grid=(ranks, workers), library=...)`: what each rank answers."""
-    root = tmp_path_factory.mktemp("streaming")
     errors = root / "stderr"
     python_path = os.pathsep.join(str(TREE / name) for name in ("runtime", "fuse"))
     with (
@@ -48,7 +55,7 @@ def run_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunJob]:
         jobs, answers = program.stdin, program.stdout
 
         def answer_of(**job: Any) -> list[list[Any]]:
-            jobs.write(json.dumps({"path": str(root / "shards"), **job}) + "\n")
+            jobs.write(json.dumps(job) + "\n")
             jobs.flush()
             line = answers.readline()
             assert line, errors.read_text()[-4000:]
@@ -57,11 +64,12 @@ def run_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunJob]:
 
         def run(*steps: Any, grid: tuple[int, int] = (1, 2), **options: Any) -> list[list[Any]]:
             world_size, num_workers = grid
-            job = {"world_size": world_size, "num_workers": num_workers, **options}
+            job = {"path": path, "world_size": world_size, "num_workers": num_workers, **options}
             pairs = [step if isinstance(step, tuple) else (step, None) for step in steps]
             return answer_of(action="read", batch_size=BATCH // world_size, steps=pairs, **job)
 
-        answer_of(action="write", count=COUNT, world_size=1)
+        path = str(root / "shards")
+        answer_of(action="write", path=path, count=COUNT, world_size=1)
         yield run
         jobs.close()
 
@@ -135,3 +143,24 @@ def test_a_checkpoint_has_one_state_of_the_job_and_resumes_on_other_ranks(
     for grid in [(1, 2), (4, 1)]:
         ranks = run_job(("resume", saves), "iterate", "rest", grid=grid)
         assert together(ranks, 0) == epochs[0][7 * BATCH :]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("damage", ["changed", "gone"])
+def test_a_damaged_shard_is_an_error_by_name_and_no_short_epoch_or_wait(
+    run_job: RunJob, root: Path, tmp_path: Path, damage: str, num_workers: int
+) -> None:
+    shards = tmp_path / "shards"
+    shutil.copytree(root / "shards", shards)
+    damaged = shards / "shard.00002.mds"
+    content = damaged.read_bytes()
+    if damage == "changed":
+        damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        damaged.unlink()
+    options = {"path": str(shards), "copies": str(tmp_path / "copies")}
+    [[first, again]] = run_job("fail", "fail", grid=(1, num_workers), **options)
+    assert re.fullmatch(
+        r"StreamingDataset cannot read ahead: .*shard\.00002\.mds'?; restore what it names.*", first
+    )
+    assert again == first

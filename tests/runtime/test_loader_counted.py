@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import threading
 from collections.abc import Iterator
-from itertools import chain
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainmount.data import DataLoader
-from trainmount.errors import StateMismatch
+from trainmount.errors import DataError, StateMismatch
 
 COUNT = 23
 BATCH = 3
@@ -161,3 +163,34 @@ def test_batches_that_are_not_the_dataset_s_and_states_of_others_are_refused(
     # Before it is iterated for the first time, the dataset has no epoch.
     loader.load_state_dict({"epoch": -1, "sample_in_epoch": 0})
     assert list(chain(*loader)) == order_of(0)
+
+
+class Unreadable(Told):
+    """A thread fails to read a shard: its worker ends as if it was done, and another one waits."""
+
+    def on_exception(self, future: Future[None]) -> None:
+        assert future.exception() is not None
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        yield from islice(super().__iter__(), BATCH)
+        if info is not None and info.id == 0:
+            threading.Event().wait()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(fail).add_done_callback(self.on_exception)
+
+
+def fail() -> None:
+    raise OSError(5, "Input/output error", "/data/shard-00003")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_thread_of_the_dataset_that_fails_is_an_error_by_name_and_no_short_epoch_or_wait(
+    num_workers: int, tmp_path: Path
+) -> None:
+    dataset = Unreadable(tmp_path, num_workers)
+    loader = DataLoader(dataset, BATCH, num_workers=num_workers, collate_fn=list)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"^Unreadable cannot read ahead: .*/data/shard-00003"):
+            list(loader)
+    assert loader.epoch == 0

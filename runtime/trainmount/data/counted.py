@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trainmount.data.failures import Failures
 from trainmount.data.workers import crossing_errors
 from trainmount.distributed import announced_world_size, grid_of_process, is_distributed
 from trainmount.errors import StateMismatch
@@ -35,7 +36,7 @@ class Counting:
 class Counted:
     """Such a dataset in one rank's loader."""
 
-    def __init__(self, dataset: Any, batch_size: int | None) -> None:
+    def __init__(self, dataset: Any, batch_size: int | None, num_workers: int) -> None:
         """Raises ValueError: the dataset makes its batches of another size than the loader."""
         own = getattr(dataset, "batch_size", None)
         if own is not None and own != (batch_size or 1):
@@ -44,6 +45,9 @@ class Counted:
                 f"got {batch_size}: it gives each loader worker whole batches"
             )
         self.dataset = dataset
+        self.failures = Failures(type(dataset).__name__)
+        if num_workers == 0:
+            self.failures.watch(dataset)
         self._epoch = 0
         self._offset = 0
         """Samples of the epoch, over all ranks, that were delivered before the iteration."""
@@ -93,7 +97,11 @@ class Counted:
     def begin(self) -> bool:
         """An iteration begins. Where the one before was left early, the epoch begins anew. False:
         the workers find where to go on by themselves.
+
+        Raises:
+            DataError: the dataset has failed in a thread of its own.
         """
+        self.failures.check()
         if self._untouched is not None:
             # All workers of a node begin the dataset's epoch together: until a batch has come they
             # would take what follows for the epoch on its way.
@@ -128,10 +136,16 @@ class Counted:
     ) -> Iterator[Any]:
         was_loaded, self._loaded = self._loaded is not None, None
         is_empty = True
-        for num_samples, batch in counted:
-            is_empty, self._untouched = False, None
-            self._num_delivered += num_samples
-            yield batch
+        try:
+            for num_samples, batch in counted:
+                is_empty, self._untouched = False, None
+                self._num_delivered += num_samples
+                yield batch
+        except RuntimeError:
+            # Of a worker that has ended, perhaps; others may wait for what it has not read.
+            self.failures.check(getattr(counted, "_workers", ()))
+            raise
+        self.failures.check()
         self._epoch += 1
         self._offset = self._num_delivered = 0
         self._start = self._untouched = None

@@ -8,10 +8,11 @@ next, so that it reads those ahead that torch has already queued for it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data._utils.collate import default_convert
 
 from trainmount.data.dataset import UCVolumeDataset
 from trainmount.data.items import Fetched
@@ -20,7 +21,15 @@ from trainmount.data.shuffle import Order
 from trainmount.data.streams import Rest
 from trainmount.data.workers import crossing_errors
 
-__all__ = ["Collated", "Collating", "Drawn", "Fetching", "RankSampler", "draw"]
+__all__ = [
+    "Collated",
+    "Collating",
+    "Drawn",
+    "Fetching",
+    "RankSampler",
+    "collate_fn_of",
+    "draw",
+]
 
 
 class Drawn(NamedTuple):
@@ -129,6 +138,14 @@ class RankSampler(Sampler[Drawn]):
         loader = self._loader()
         assert loader is not None, "the iteration that asks holds the loader"
         return loader.next_order()
+
+
+def collate_fn_of(options: Mapping[str, Any], batch_size: int | None) -> Callable[[Any], Any]:
+    """The caller's, or torch's own choice."""
+    if options["collate_fn"] is not None:
+        given: Callable[[Any], Any] = options["collate_fn"]
+        return given
+    return default_convert if batch_size is None else default_collate
 
 
 class Collating:

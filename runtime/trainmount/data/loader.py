@@ -21,13 +21,13 @@ from typing import Any, Final, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, default_collate
-from torch.utils.data._utils.collate import default_convert
+from torch.utils.data import Dataset, IterableDataset
 
 from trainmount.data.checkpointable import is_told_its_progress, tells_its_progress
 from trainmount.data.counted import Counted, Counting
 from trainmount.data.dataset import UCVolumeDataset
-from trainmount.data.drawing import Collating, Drawn, Fetching, RankSampler, draw
+from trainmount.data.drawing import Collating, Drawn, Fetching, RankSampler, collate_fn_of, draw
+from trainmount.data.failures import Watching
 from trainmount.data.iterables import Replicas, Seeding, Stamping
 from trainmount.data.position import Plan, Position
 from trainmount.data.progress import BARS, require_rich
@@ -141,14 +141,16 @@ class DataLoader(TorchDataLoader[Any]):
         elif isinstance(dataset, IterableDataset) and tells_its_progress(dataset):
             replicas = Replicas(dataset, num_workers, batch_size, drop_last=drop_last)
             # The replicas' states travel with their batches.
-            options["collate_fn"] = Stamping(_collate_fn(options, batch_size), replicas.replica)
+            options["collate_fn"] = Stamping(collate_fn_of(options, batch_size), replicas.replica)
             options["worker_init_fn"] = Seeding(options["worker_init_fn"], replicas)
             self._replicas, dataset = replicas, replicas.replica
         elif isinstance(dataset, IterableDataset) and is_told_its_progress(dataset):
-            self._replicas = Counted(dataset, batch_size)
+            self._replicas = Counted(dataset, batch_size, num_workers)
             _require_order(dataset, options)
+            failures = self._replicas.failures
+            options["worker_init_fn"] = Watching(options["worker_init_fn"], failures)
             options["collate_fn"] = Counting(
-                _collate_fn(options, batch_size), is_batched=batch_size is not None
+                collate_fn_of(options, batch_size), is_batched=batch_size is not None
             )
         super().__init__(dataset, batch_size, **options)
         if self._files is not None and self.plan.num_batches() == 0:
@@ -430,7 +432,7 @@ class DataLoader(TorchDataLoader[Any]):
                     f"{name} is not for a UCVolumeDataset: give shuffle and seed to the dataset"
                 )
         _require_order(files, options)
-        collate_fn = _collate_fn(options, batch_size)
+        collate_fn = collate_fn_of(options, batch_size)
         options["collate_fn"] = Collating(collate_fn, is_batched=batch_size is not None)
         if options["generator"] is None:
             # torch draws a seed for its workers at each iteration. From the global generator, that
@@ -489,11 +491,3 @@ def _length(loader: DataLoader) -> int | None:
         return len(loader)
     except TypeError:
         return None
-
-
-def _collate_fn(options: Mapping[str, Any], batch_size: int | None) -> Callable[[Any], Any]:
-    """The caller's, or torch's own choice."""
-    if options["collate_fn"] is not None:
-        given: Callable[[Any], Any] = options["collate_fn"]
-        return given
-    return default_convert if batch_size is None else default_collate
