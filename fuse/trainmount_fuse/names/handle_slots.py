@@ -11,12 +11,12 @@ release that is repeated after a takeover does not close what uses the slot by t
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from trainmount_fuse.names.mapped_file import mapped_file
 
 __all__ = ["HandleSlots"]
 
@@ -40,7 +40,8 @@ class HandleSlots:
         """Where the map cannot be had, there are no slots."""
         self._words: memoryview | None = None
         try:
-            self._words = _mapped(path, keep=is_successor)
+            mapped = mapped_file(path, _NUM_SLOTS * _SLOT_BYTES, keep=is_successor)
+            self._words = memoryview(mapped).cast("Q")
         except OSError as error:
             fields = {"path": str(path), "error": str(error)}
             log.warning("Open files are kept in the database alone", extra=fields)
@@ -75,19 +76,6 @@ class HandleSlots:
         self._words[slot] = word ^ _ino_of(word)
         self._free.append(slot)
         return True
-
-
-def _mapped(path: Path, *, keep: bool) -> memoryview:
-    size = _NUM_SLOTS * _SLOT_BYTES
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if not keep:
-            os.ftruncate(descriptor, 0)
-        # A page of the map that found no room on the disk would end the process.
-        os.posix_fallocate(descriptor, 0, size)
-        return memoryview(mmap.mmap(descriptor, size)).cast("Q")
-    finally:
-        os.close(descriptor)
 
 
 def _ino_of(word: int) -> int:

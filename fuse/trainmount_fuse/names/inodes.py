@@ -14,11 +14,12 @@ from __future__ import annotations
 import errno
 import math
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
 from itertools import count
+from pathlib import Path
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -26,6 +27,7 @@ import trio
 
 from trainmount_files.volume import FileStat
 from trainmount_fuse.attributes import ROOT_INO
+from trainmount_fuse.names.saved_rows import Row, SavedRows
 
 __all__ = ["Inode", "InodeTable", "Link"]
 
@@ -143,12 +145,14 @@ class InodeTable:
     );
     """
 
-    def __init__(self, database: sqlite3.Connection) -> None:
+    def __init__(self, database: sqlite3.Connection, rows_path: Path) -> None:
+        """What was saved and is not in the database yet lies in the file at `rows_path`."""
         self._database = database
         columns = {row[1] for row in database.execute("PRAGMA table_info(inodes)")}
         if "is_derived" not in columns:
             # Made by an earlier release.
             database.execute("ALTER TABLE inodes ADD COLUMN is_derived INTEGER NOT NULL DEFAULT 0")
+        self._saved_rows = SavedRows(rows_path, self._write_rows)
         self._by_ino: dict[int, Inode] = {}
         self._dropped: WeakValueDictionary[int, Inode] = WeakValueDictionary()
         """Left memory while some task still has them: nobody may make a second one."""
@@ -262,11 +266,7 @@ class InodeTable:
         )
         if values == inode.saved:
             return
-        self._database.execute(
-            "UPDATE inodes SET path = ?, size = ?, mtime_ns = ?, version = ?, mode = ?,"
-            " atime_ns = ?, set_mtime_ns = ?, set_version = ? WHERE ino = ?",
-            (*values, inode.ino),
-        )
+        self._saved_rows.add((*values, inode.ino))
         inode.saved = values
 
     def forget(self, lookups: Iterable[tuple[int, int]], is_used: Callable[[Inode], bool]) -> None:
@@ -294,8 +294,10 @@ class InodeTable:
         """Let the inode leave memory; where it hangs in no tree, for ever."""
         if inode.ino == ROOT_INO:
             return
-        # The row may go, too.
+        # The row may go, too, or be read again.
         inode.saved = None
+        if inode.ino in self._saved_rows:
+            self._saved_rows.settle()
         if self._by_ino.pop(inode.ino, None) is not None and inode.link is Link.LINKED:
             self._dropped[inode.ino] = inode
         if self._by_name.get((inode.parent_ino, inode.name)) is inode:
@@ -327,7 +329,15 @@ class InodeTable:
 
     def close(self) -> None:
         """Close the database that handles and intents share. No other call may follow."""
+        self._saved_rows.settle()
         self._database.close()
+
+    def _write_rows(self, rows: Sequence[Row]) -> None:
+        statement = (
+            "UPDATE inodes SET path = ?, size = ?, mtime_ns = ?, version = ?, mode = ?,"
+            " atime_ns = ?, set_mtime_ns = ?, set_version = ? WHERE ino = ?"
+        )
+        self._batch(lambda: self._database.executemany(statement, rows))
 
     def _remember(self, inode: Inode) -> None:
         self._dropped.pop(inode.ino, None)
@@ -336,6 +346,9 @@ class InodeTable:
             self._by_name[inode.parent_ino, inode.name] = inode
 
     def _batch(self, work: Callable[[], object]) -> None:
+        if self._database.in_transaction:
+            work()
+            return
         self._database.execute("BEGIN")
         try:
             work()
