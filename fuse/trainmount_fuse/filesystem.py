@@ -29,7 +29,8 @@ from trainmount_fuse.attributes import (
     OpenFile,
     StatFs,
 )
-from trainmount_fuse.cache.blocks import BlockCache, CacheStatistics
+from trainmount_fuse.cache.blocks import BlockCache
+from trainmount_fuse.cache.statistics import CacheStatistics
 from trainmount_fuse.core import Core, decode_name, state_paths
 from trainmount_fuse.memory import MemoryBudget
 from trainmount_fuse.names.handles import HandleTable
@@ -40,6 +41,7 @@ from trainmount_fuse.names.namespace import Namespace
 from trainmount_fuse.names.readings import NAME_MAX_BYTES
 from trainmount_fuse.names.spool import Spool
 from trainmount_fuse.names.xattrs import ExtendedAttributes
+from trainmount_fuse.reads.fetch_process import FetchProcess
 from trainmount_fuse.reads.prefetch import Prefetcher
 from trainmount_fuse.reads.push import StorePages
 from trainmount_fuse.reads.reading import Reading
@@ -85,12 +87,18 @@ class Filesystem:
     """One mount of one volume."""
 
     def __init__(
-        self, volume: Volume, settings: MountSettings, store_pages: StorePages | None = None
+        self,
+        volume: Volume,
+        settings: MountSettings,
+        store_pages: StorePages | None = None,
+        fetch_process: FetchProcess | None = None,
     ) -> None:
         """Nothing is touched before `start`. The volume stays the caller's to close.
 
-        What is read ahead goes into the kernel's pages by `store_pages`, where there is a kernel.
+        What is read ahead goes into the kernel's pages by `store_pages`, where there is a kernel,
+        and whole small files are fetched by `fetch_process`, where there is one.
         """
+        self._fetch_process = fetch_process
         self._store_pages = store_pages
         self._volume = volume
         self._settings = settings
@@ -102,7 +110,8 @@ class Filesystem:
 
         Raises OSError where the cache or state directory cannot be used.
         """
-        core = await trio.to_thread.run_sync(_open_core, self._volume, self._settings)
+        process = self._fetch_process
+        core = await trio.to_thread.run_sync(_open_core, self._volume, self._settings, process)
         if not core.handles.is_successor:
             core.inodes.delete_all_plain()
         self._core = core
@@ -112,6 +121,8 @@ class Filesystem:
         self._listing = Listing(core, Spool(core.settings.state_dir / "listings"))
         self._recovery = Recovery(core, self._content)
         trio.lowlevel.spawn_system_task(self._recover, self._recovery.sort())
+        if process is not None:
+            trio.lowlevel.spawn_system_task(process.attend)
 
     async def stop(self) -> None:
         """Upload what is not uploaded yet, then free everything.
@@ -121,6 +132,7 @@ class Filesystem:
         core = self._started()
         await self.upload_all()
         unsent = core.staging.unsent()
+        core.prefetcher.give_up()
         await core.workers.call(core.prefetcher.close)
         core.staging.close()
         core.blocks.close()
@@ -250,7 +262,7 @@ class Filesystem:
         core.inodes.get(attributes.ino).lookup_count += 1
         return opened, attributes
 
-    async def read(self, fh: int, offset: int, size: int) -> bytes | bytearray:
+    async def read(self, fh: int, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Exactly the bytes of the range; fewer only at the end of the file."""
         core = self._started()
         return await self._reading.read(core.handles.get(fh), offset, size)
@@ -415,7 +427,7 @@ class Filesystem:
             log.error("A file is not uploaded yet; its bytes are kept", extra=fields)
 
 
-def _open_core(volume: Volume, settings: MountSettings) -> Core:
+def _open_core(volume: Volume, settings: MountSettings, fetch_process: FetchProcess | None) -> Core:
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     state_path, journal_path, staging_path = state_paths(settings.state_dir)
     schema = Intents.SCHEMA + InodeTable.SCHEMA + HandleTable.SCHEMA
@@ -435,7 +447,7 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
         memory=memory,
     )
     workers = Workers(settings.num_worker_threads)
-    inodes = InodeTable(database)
+    inodes = InodeTable(database, settings.state_dir / "inodes")
     return Core(
         volume=volume,
         settings=settings,
@@ -454,6 +466,7 @@ def _open_core(volume: Volume, settings: MountSettings) -> Core:
             fetch_bytes=settings.prefetch_fetch_bytes,
             block_size_bytes=settings.block_size_bytes,
             num_threads=settings.num_prefetch_threads,
+            process=fetch_process,
         ),
         staging=Staging(
             staging_path,

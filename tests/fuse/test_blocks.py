@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,6 +94,34 @@ def test_cached_blocks_are_there_after_a_restart_and_are_checked_before_use(
     assert second.read(file, 0, len(source.data), source.fetch) == source.data
     assert source.asked == []
     assert second.read_nowait(file, 0, 10) == source.data[:10]
+
+
+def test_small_blocks_that_are_read_ahead_from_the_disk_are_checked_where_nobody_waits(
+    make_cache: MakeCache, tmp_path: Path
+) -> None:
+    source = Source(5 * BLOCK)
+    first = make_cache()
+    first.read(first.open(source.key), 0, len(source.data), source.fetch)
+    first.close()
+    cache = make_cache()
+    file = cache.open(source.key)
+    cache.will_need(file, 4)
+    deadline = time.monotonic() + 30
+    while (data := cache.read_nowait(file, BLOCK + 7, 10)) is None:
+        assert time.monotonic() < deadline
+    assert data == source.data[BLOCK + 7 : BLOCK + 17]
+    (path,) = tmp_path.glob("blocks/*.cache")
+    start = path.read_bytes().index(source.data)
+    with path.open("r+b") as opened:
+        opened.seek(start + BLOCK)
+        opened.write(b"nonsense")
+    # What came from the disk again was not checked yet.
+    cache.will_need(file, 4)
+    assert cache.read_nowait(file, BLOCK + 7, 10) is None
+    source.asked.clear()
+    assert cache.read(file, BLOCK + 7, 10, source.fetch) == source.data[BLOCK + 7 : BLOCK + 17]
+    assert source.asked == [ByteRange(BLOCK, 2 * BLOCK)]
+    assert cache.statistics().num_bad_blocks == 1
 
 
 @pytest.mark.parametrize("damage", ["halved", "flipped", "emptied", "zeroed"])

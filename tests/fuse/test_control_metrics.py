@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainmount_fuse.cache.blocks import CacheStatistics
+from trainmount_fuse.cache.statistics import CacheStatistics
 from trainmount_fuse.control.metrics import METRICS, Snapshot, metrics_table, metrics_text
 from trainmount_fuse.memory import MemoryStatistics
 from trainmount_fuse.names.metadata import MetadataStatistics

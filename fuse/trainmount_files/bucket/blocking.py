@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 from trainmount_files.errors import Cancelled
 from trainmount_files.retry import Cancellation
+from trainmount_files.waiting import may_wait
 
 __all__ = ["BlockingCalls"]
 
@@ -64,6 +65,8 @@ class BlockingCalls:
         Raises:
             Cancelled: `cancel` is set, or `close` was called; the function goes on to its end.
         """
+        if cancel is None and may_wait():
+            return function()
         call = _Call(function)
         with self._lock:
             if not self._is_open:

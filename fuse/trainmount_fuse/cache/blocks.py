@@ -17,20 +17,21 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from trainmount_files.volume import ByteRange
 from trainmount_fuse.cache.block_file import BlockFile, FileKey, HeldRange
 from trainmount_fuse.cache.buffers import padded_size
-from trainmount_fuse.cache.cache_table import Place
+from trainmount_fuse.cache.disk_blocks import DiskBlocks
 from trainmount_fuse.cache.fetching import Fetch, Fetching, OnFetched
 from trainmount_fuse.cache.shared_cells import SharedCells
+from trainmount_fuse.cache.shared_memory import SharedMemory
+from trainmount_fuse.cache.statistics import CacheStatistics
 from trainmount_fuse.cache.write_behind import WriteBehind
 from trainmount_fuse.memory import MemoryBudget
 
-__all__ = ["BlockCache", "CacheStatistics", "Fetch", "OnFetched"]
+__all__ = ["BlockCache", "Fetch", "OnFetched"]
 
 log = logging.getLogger(__name__)
 
@@ -45,48 +46,8 @@ _MIN_CELLS: Final = 64
 _PAGE: Final = 4096
 _MAX_IDLE_FILES: Final = 1024
 _MAX_ATTEMPTS: Final = 8
-_MAX_DISK_READS: Final = 8
-"""Blocks being read from disk at once, each in a buffer of a block: more makes no disk faster."""
-
-_DIRECT_BYTES: Final = 512 << 10
-"""Whole blocks from this size on are read around the kernel's memory: the kernel keeps them for the
-mount itself, once is enough. Smaller ones lie side by side, and its read-ahead brings the next.
-"""
-
 _CLOSE_SECONDS: Final = 5.0
 _REMOVED_AT_ONCE: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """Counters of this process since the start, and what is here now."""
-
-    num_hits: int
-    """Reads that needed nothing from the store."""
-
-    num_misses: int
-    cached_bytes: int
-    """Blocks on disk, of all mounts that share the directory."""
-
-    space_bytes: int
-    """Space that they take, bounded by `limit_bytes`."""
-
-    limit_bytes: int
-    fetched_bytes: int
-    evicted_bytes: int
-    """Thrown out by this process, for room or since nobody will ask for it again."""
-
-    num_bad_blocks: int
-    """Blocks whose bytes on disk were not what had been written; each was fetched again."""
-
-    num_files: int
-    """Versions of files that this process knows."""
-
-    held_bytes: int
-    """Memory of blocks that wait to be written or read."""
-
-    dropped_bytes: int
-    """Fetched and not written, since the disk was too slow, too full or broken."""
 
 
 class BlockCache:
@@ -121,7 +82,7 @@ class BlockCache:
         self._held = WriteBehind(self._cells, self._memory)
         max_blocks = max(1, max_fetch_bytes // block_size_bytes)
         self._fetching = Fetching(self._cells, self._held, max_blocks)
-        self._disk_reads = threading.BoundedSemaphore(_MAX_DISK_READS)
+        self._disk = DiskBlocks(self._cells, self._held.pool)
         # Guards everything below. Taken before all other locks of the cache, never after them.
         self._lock = threading.Lock()
         self._files: dict[tuple[int, int], BlockFile] = {}
@@ -129,7 +90,6 @@ class BlockCache:
         self._is_closed = False
         self._num_hits = 0
         self._num_misses = 0
-        self._num_bad_blocks = 0
         self._dropped_bytes = 0
 
     def open(self, key: FileKey) -> BlockFile:
@@ -164,14 +124,17 @@ class BlockCache:
             self._idle.pop(file.name, None)
             file.users += 1
 
-    def read_nowait(self, file: BlockFile, offset: int, size: int) -> bytes | bytearray | None:
+    def read_nowait(
+        self, file: BlockFile, offset: int, size: int, *, is_hit: bool = True
+    ) -> bytes | bytearray | memoryview | None:
         """The bytes, if they are here, checked, and in memory; else None. Never waits for a disk.
+        Counts as a read that needed nothing from the store, or with `is_hit` false as one that did.
 
         The range must not be empty and must lie inside the file.
         """
         data = self._copy(file, offset, size, can_wait=False)
         if data is not None:
-            self._count_read(is_hit=True)
+            self._count_read(is_hit=is_hit)
         return data
 
     def read(
@@ -182,7 +145,7 @@ class BlockCache:
         fetch: Fetch,
         *,
         before_copy: Callable[[], None] | None = None,
-    ) -> bytes | bytearray:
+    ) -> bytes | bytearray | memoryview:
         """Exactly that range, which must not be empty and must lie inside the file. Waits, but for
         no disk where the store can give the bytes. `before_copy` is called, maybe more than once,
         when nothing is waited for any more and the answer takes memory of its own.
@@ -229,6 +192,22 @@ class BlockCache:
             what `fetch` raises.
         """
         return self._fetching.have(file, first, last, fetch, on_fetched, is_ahead=True)
+
+    def will_need(self, file: BlockFile, last: int) -> None:
+        """Read-ahead from the disk, for blocks up to `last` that are here. Never waits for it."""
+        self._disk.will_need(file, last)
+
+    def begin_fetch(
+        self, file: BlockFile, first: int, last: int, shared: SharedMemory
+    ) -> HeldRange | None:
+        """A part of `shared` for another process to fetch the blocks into, until `end_fetch`. Never
+        waits; None where a block is here or on its way, or where there is no room now.
+        """
+        return self._fetching.begin(file, first, last, shared)
+
+    def end_fetch(self, held: HeldRange, *, is_there: bool) -> None:
+        """Nobody writes there any more; whether the bytes have come."""
+        self._fetching.end(held, is_there=is_there)
 
     def load(self, file: BlockFile, first: int, last: int, on_loaded: OnFetched) -> bool:
         """Tell of the bytes of blocks that are here, in one piece; false, and nothing is told,
@@ -330,7 +309,7 @@ class BlockCache:
             limit_bytes=0 if cells is None else cells.limit_bytes,
             fetched_bytes=self._fetching.fetched_bytes,
             evicted_bytes=self._dropped_bytes + (0 if cells is None else cells.evicted_bytes),
-            num_bad_blocks=self._num_bad_blocks,
+            num_bad_blocks=self._disk.num_bad_blocks,
             num_files=len(self._files),
             held_bytes=self._held.held_bytes,
             dropped_bytes=self._held.dropped_bytes,
@@ -357,7 +336,7 @@ class BlockCache:
 
     def _copy(
         self, file: BlockFile, offset: int, size: int, *, can_wait: bool
-    ) -> bytes | bytearray | None:
+    ) -> bytes | bytearray | memoryview | None:
         first, last = self._span(offset, size)
         if first == last:
             start = offset - file.offset_of(first)
@@ -367,6 +346,8 @@ class BlockCache:
             if held is not None:
                 self._was_read(held, size)
                 return data
+            if not can_wait and first not in file.verified:
+                return self._disk.copy_small(file, first, start, size)
         if not can_wait and not all(
             i in file.held or i in file.verified for i in range(first, last + 1)
         ):
@@ -399,85 +380,20 @@ class BlockCache:
         self._cells.touch(place)
         if index in file.verified and self._cells.read_nowait(place, start, into):
             return self._cells.is_current(place)
-        return can_wait and self._copy_from_disk(file, index, place, start, into)
-
-    def _copy_from_disk(
-        self, file: BlockFile, index: int, place: Place, start: int, into: memoryview
-    ) -> bool:
-        assert self._cells is not None
-        around = place.length == len(into) >= _DIRECT_BYTES
-        size = padded_size(place.length)
-        with self._disk_reads:
-            buffer = self._held.pool.take(size)
-            is_right = self._read_place(file, index, place, buffer.view[:size], around)
-            if is_right:
-                into[:] = buffer.view[start : start + len(into)]
-            self._held.pool.put_back(buffer)
-        if is_right and not around:
-            file.verified[index] = place
-        return is_right
+        return can_wait and self._disk.copy(file, index, place, start, into)
 
     def _load_run(self, file: BlockFile, first: int, loaded: HeldRange) -> int:
         """Read blocks from `first` on that stand together, or one; how many, 0 for failure."""
-        places: list[Place] = []
-        for index in range(first, loaded.last + 1):
-            place = None if index in file.held else file.place_of(index)
-            is_direct = place is not None and place.length >= _DIRECT_BYTES
-            if place is None or not is_direct or (places and not place.follows(places[-1])):
-                break
-            places.append(place)
-        if self._cells is not None and len(places) > 1:
-            pages = loaded.padded_view(first, first + len(places) - 1)
-            if self._cells.read_together(places, pages):
-                return len(places)
-        # One by one, to find the one that is damaged.
-        return int(self._load_block(file, first, loaded))
-
-    def _load_block(self, file: BlockFile, index: int, loaded: HeldRange) -> bool:
-        place = None if index in file.held else file.place_of(index)
-        if place is None or self._cells is None:
-            into = loaded.view(index)
-            return self._copy_block(file, index, 0, into, can_wait=True)
-        self._cells.touch(place)
-        around = place.length >= _DIRECT_BYTES
-        return self._read_place(file, index, place, loaded.padded_view(index, index), around)
-
-    def _read_place(
-        self, file: BlockFile, index: int, place: Place, pages: memoryview, around: bool
-    ) -> bool:
-        """Whether the pages are the block's now; one that is damaged is forgotten."""
-        assert self._cells is not None
-        try:
-            is_right = self._cells.read(place, pages, around_memory=around)
-        except OSError as error:
-            log.warning("The block cache cannot be read", extra={"error": str(error)})
-            is_right = False
-        if not self._cells.is_current(place):
-            return False
-        if not is_right:
-            self._discard_bad(file, index, place)
-        return is_right
+        num_blocks = self._disk.load(file, first, loaded)
+        if num_blocks is not None:
+            return num_blocks
+        return int(self._copy_block(file, first, 0, loaded.view(first), can_wait=True))
 
     def _was_read(self, held: HeldRange, num_bytes: int) -> None:
         held.is_touched = True
         held.num_unread_bytes -= num_bytes
         if held.num_unread_bytes <= 0:
             self._held.was_read(held)
-
-    def _discard_bad(self, file: BlockFile, index: int, place: Place) -> None:
-        assert self._cells is not None
-        key = file.block_key(index)
-        with self._lock:
-            file.verified.pop(index, None)
-            # Found by another thread too, or written anew meanwhile: then it is not there.
-            if self._cells.find(key) != place:
-                return
-            self._num_bad_blocks += 1
-            try:
-                self._cells.remove([key])
-            except OSError:
-                log.debug("A damaged block stays until it is thrown out", exc_info=True)
-        log.warning("Cached block was damaged", extra={"path": file.key.path, "block": index})
 
 
 def _joined(

@@ -10,6 +10,7 @@ from typing import Final
 from trainmount_files.volume import ByteRange
 from trainmount_fuse.cache.block_file import BlockFile, HeldRange
 from trainmount_fuse.cache.shared_cells import SharedCells
+from trainmount_fuse.cache.shared_memory import SharedMemory
 from trainmount_fuse.cache.write_behind import WriteBehind
 
 __all__ = ["Fetch", "Fetching", "OnFetched"]
@@ -88,6 +89,48 @@ class Fetching:
                 event.wait()
             wanted = list(others)
         return fetched
+
+    def begin(
+        self, file: BlockFile, first: int, last: int, shared: SharedMemory
+    ) -> HeldRange | None:
+        """As `have`, for another process that fills the range's buffer: `end` has to follow. None
+        where a block is here or on its way, or where something would have to be waited for.
+        """
+        held = self._held.try_take_shared(file, first, last, shared)
+        if held is None:
+            return None
+        with file.lock:
+            is_ours = not any(
+                index in file.in_flight or file.has(index, index)
+                for index in range(first, last + 1)
+            )
+            if is_ours:
+                ended = threading.Event()
+                file.in_flight.update(dict.fromkeys(range(first, last + 1), ended))
+        if is_ours and self._cells is not None:
+            held.has_claim = self._cells.try_claim(file.block_key(first), last - first + 1)
+            if not held.has_claim:
+                # Another mount is at it.
+                self.end(held, is_there=False)
+                return None
+        if not is_ours:
+            self._held.discard(held)
+            return None
+        return held
+
+    def end(self, held: HeldRange, *, is_there: bool) -> None:
+        """The buffer of a range that was begun is full, or nobody writes to it any more."""
+        file, num_bytes = held.file, held.num_unread_bytes
+        if is_there:
+            self._held.hold(held)
+            with self._lock:
+                self.fetched_bytes += num_bytes
+        else:
+            self._held.discard(held)
+        with file.lock:
+            for index in range(held.first, held.last + 1):
+                ended = file.in_flight.pop(index)
+        ended.set()
 
     def _fetch_run(
         self,

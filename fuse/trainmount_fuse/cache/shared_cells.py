@@ -191,6 +191,11 @@ class SharedCells:
                 return False
             raise
 
+    def will_need(self, place: Place) -> None:
+        """Let the kernel begin to read a block into its memory."""
+        position = self._position(place.cell) + place.offset
+        os.posix_fadvise(self._fd, position, place.length, os.POSIX_FADV_WILLNEED)
+
     def begin_cell(self) -> tuple[int, int]:
         """A cell to fill, and its generation; what was used longest ago makes room for it.
 

@@ -22,6 +22,7 @@ from trainmount_fuse.cache.block_file import BlockFile, HeldRange
 from trainmount_fuse.cache.buffers import Buffer, BufferPool, padded_size
 from trainmount_fuse.cache.cache_table import BlockKey, Place
 from trainmount_fuse.cache.shared_cells import SharedCells
+from trainmount_fuse.cache.shared_memory import SharedBuffer, SharedMemory
 from trainmount_fuse.memory import MemoryBudget, return_free_memory
 
 __all__ = ["WriteBehind"]
@@ -184,6 +185,27 @@ class WriteBehind:
         held.is_ahead = is_ahead
         return held
 
+    def try_take_shared(
+        self, file: BlockFile, first: int, last: int, shared: SharedMemory
+    ) -> HeldRange | None:
+        """As `take` for read-ahead, out of memory that another process fills; None where that would
+        have to be waited for.
+        """
+        num_bytes = file.offset_of(last) + file.length_of(last) - file.offset_of(first)
+        with self._changed:
+            if self._held_bytes + padded_size(num_bytes) > self._max_bytes:
+                return None
+            buffer = shared.try_take(num_bytes)
+            if buffer is None:
+                return None
+            if not self._memory.try_take(buffer.size_bytes):
+                shared.put_back(buffer)
+                return None
+            self._held_bytes += buffer.size_bytes
+        held = HeldRange(file, first, last, buffer)
+        held.is_ahead = True
+        return held
+
     def discard(self, held: HeldRange) -> None:
         """The fetch failed."""
         with self._changed:
@@ -323,7 +345,9 @@ class WriteBehind:
     def _free(self, held: HeldRange) -> None:
         # In no file any more, not being written and not pinned: nobody looks at it.
         self._memory.give_back(held.buffer.size_bytes)
-        if self._memory.is_short:
+        if isinstance(held.buffer, SharedBuffer):
+            held.buffer.home.put_back(held.buffer)
+        elif self._memory.is_short:
             self.pool.trim()
         else:
             self.pool.put_back(held.buffer)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from trainmount_fuse.cache.blocks import CacheStatistics
+from trainmount_fuse.cache.statistics import CacheStatistics
 from trainmount_fuse.memory import MemoryStatistics
 from trainmount_fuse.names.metadata import MetadataStatistics
 from trainmount_fuse.reads.prefetch import PrefetchStatistics

@@ -38,7 +38,7 @@ _MIN_NEAR: Final = 8
 _MIN_READ_FILES: Final = 4
 """Who has read so many files of a directory reads those whose names are looked up next."""
 
-_SCATTERED_SHARE: Final = 8
+_SCATTERED_SHARE: Final = 16
 _MIN_SCATTERED_FILES: Final = 16
 """Who has read one part in so many of a directory here and there, and at least so many files, is
 taken to go through all of it.

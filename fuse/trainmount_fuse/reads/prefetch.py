@@ -1,5 +1,6 @@
-"""The threads that fetch ahead of the readers. `reading` tells each read; `read_patterns` says what
-comes next; the bytes go into `blocks`, and where the kernel takes them into its pages (`push`).
+"""The threads that fetch ahead of the readers, and the process that fetches whole small files.
+`reading` tells each read; `read_patterns` says what comes next; the bytes go into `blocks`, and
+where the kernel takes them into its pages (`push`).
 
 What is ahead is bounded by the window of each reader and by the mount's memory, for which `blocks`
 waits. Readers are seen by the event loop's thread only.
@@ -14,9 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
+import trio
+
 from trainmount_files.errors import VolumeError
+from trainmount_files.volume import ByteRange
 from trainmount_fuse.cache.block_file import BlockFile
 from trainmount_fuse.cache.blocks import BlockCache, Fetch
+from trainmount_fuse.cache.shared_memory import SharedBuffer
+from trainmount_fuse.reads.fetch_process import FetchProcess
 from trainmount_fuse.reads.push import Pages, PushCounter
 from trainmount_fuse.reads.read_patterns import Streams
 
@@ -80,12 +86,17 @@ class Prefetcher:
         fetch_bytes: int,
         block_size_bytes: int,
         num_threads: int,
+        process: FetchProcess | None = None,
     ) -> None:
+        """Whole files are fetched by `process`, where there is one, and else in threads."""
         self.max_bytes = max_bytes
         """Largest window of one reader; 0 for none."""
 
         self.pushes = PushCounter()
         self._cache = cache
+        self._process = process
+        self._aside: dict[BlockFile, trio.Event] = {}
+        """What the process fetches now. The event loop's thread only."""
         self._fetch_bytes = fetch_bytes // block_size_bytes * block_size_bytes
         self._block_size_bytes = block_size_bytes
         self._max_queued = 4 * num_threads
@@ -145,11 +156,30 @@ class Prefetcher:
             self._num_files += 1
             self._prefetched_bytes += size_bytes
         self._cache.retain(file)
-        job = _Job(streams, file, fetch_with, None)
         last = (size_bytes - 1) // self._block_size_bytes
+        if self._fetch_aside(file, last, size_bytes, is_guess=True):
+            return True
+        job = _Job(streams, file, fetch_with, None)
         future = self._file_executor.submit(self._fill, job, 0, last)
         future.add_done_callback(lambda _future: self._file_ended(file))
         return True
+
+    async def fetch_small_file(self, file: BlockFile) -> None:
+        """Have a file of one block here, for a program that waits for it, unless it is too much
+        trouble: then it is not here, and whoever fetches it hears why.
+        """
+        if file not in self._aside and file.num_blocks == 1:
+            self._cache.retain(file)
+            if not self._fetch_aside(file, 0, file.key.size_bytes, is_guess=False):
+                self._cache.release(file)
+        if file in self._aside:
+            await self._aside[file].wait()
+
+    def load_file(self, file: BlockFile, size_bytes: int) -> None:
+        """As `fetch_file`, of a file whose first bytes are on disk."""
+        with self._lock:
+            self._prefetched_bytes += size_bytes
+        self._cache.will_need(file, (size_bytes - 1) // self._block_size_bytes)
 
     def note_used(self, num_bytes: int) -> None:
         """Of what `fetch_file` fetched, so much is being read."""
@@ -174,10 +204,45 @@ class Prefetcher:
                 num_queued=self._num_queued + self._num_files,
             )
 
+    def give_up(self) -> None:
+        """Nobody waits for small files any more; what is under way does not come. The event loop's
+        thread only.
+        """
+        if self._process is not None:
+            self._process.close()
+
     def close(self) -> None:
-        """Stop; ranges under way are given up by their cancel events or end by themselves."""
+        """Stop; ranges under way are given up by their cancel events or end by themselves. After
+        `give_up`.
+        """
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._file_executor.shutdown(wait=True, cancel_futures=True)
+
+    def _fetch_aside(self, file: BlockFile, last: int, size_bytes: int, *, is_guess: bool) -> bool:
+        """Have the process fetch the blocks up to `last`; false where it is not there or has enough
+        to do, where they are on their way, and where there is no memory for them.
+        """
+        process = self._process
+        if process is None or not process.is_ready(for_guess=is_guess):
+            return False
+        held = self._cache.begin_fetch(file, 0, last, process.memory)
+        if held is None:
+            return False
+        arrived = self._aside[file] = trio.Event()
+
+        def end(is_there: bool) -> None:
+            self._cache.end_fetch(held, is_there=is_there)
+            del self._aside[file]
+            arrived.set()
+            if is_guess:
+                self._file_ended(file)
+            else:
+                self._cache.release(file)
+
+        assert isinstance(held.buffer, SharedBuffer)
+        key, byte_range = file.key, ByteRange(0, size_bytes)
+        process.ask(key.path, key.version, byte_range, held.buffer, end)
+        return True
 
     def _piece_bytes(self, distance_bytes: int) -> int:
         """What is asked for at once so far ahead of the reader. Ranges under way share the line, so

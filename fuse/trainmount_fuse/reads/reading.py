@@ -99,7 +99,7 @@ class Reading:
         self._store_workers = Workers(_MAX_STORE_READS)
         self._ending = threading.Event()
 
-    async def read(self, handle: Handle, offset: int, size: int) -> bytes | bytearray:
+    async def read(self, handle: Handle, offset: int, size: int) -> bytes | bytearray | memoryview:
         """The bytes there are of the range, all of one version. Raises VolumeError, OSError."""
         core = self._core
         inode = core.file(handle.ino)
@@ -168,6 +168,7 @@ class Reading:
     def give_up(self) -> None:
         """Nobody waits for the store's bytes any more: reads that do are EIO. The mount ends."""
         self._ending.set()
+        self._core.prefetcher.give_up()
         handles = self._core.handles
         for fh in handles.open_fhs():
             handles.get(fh).streams.cancelled.set()
@@ -273,8 +274,8 @@ class Reading:
         return self._fetch_file(folder.scattered_streams, stat, max_bytes)
 
     def _fetch_file(self, streams: Streams, stat: FileStat | None, room: int) -> int | None:
-        """Have the first bytes of a file fetched; how many, 0 where they are here already, None
-        where nothing more can be fetched now.
+        """Have the first bytes of a file fetched; how many, 0 where there are none, None where
+        nothing more can be fetched now.
         """
         core = self._core
         if room <= 0 or stat is None or stat.is_directory:
@@ -283,7 +284,8 @@ class Reading:
         try:
             num_bytes = min(stat.size_bytes, core.settings.prefetch_fetch_bytes)
             if file.has(0, (num_bytes - 1) // core.settings.block_size_bytes):
-                return 0
+                core.prefetcher.load_file(file, num_bytes)
+                return num_bytes
             fetch_with = partial(self.fetch_with, stat)
             is_asked = core.prefetcher.fetch_file(streams, file, num_bytes, fetch_with)
             return num_bytes if is_asked else None
@@ -292,7 +294,7 @@ class Reading:
 
     async def _read_slowly(
         self, inode: Inode, stat: FileStat, opened: _OpenFile, offset: int, size: int
-    ) -> bytes | bytearray:
+    ) -> bytes | bytearray | memoryview:
         """From the disk or the store, in a thread."""
         core = self._core
         _raise_same_failure(opened, offset)
@@ -310,6 +312,10 @@ class Reading:
         try:
             if is_here:
                 return await core.workers.call(read)
+            await core.prefetcher.fetch_small_file(opened.file)
+            data = blocks.read_nowait(opened.file, offset, size, is_hit=False)
+            if data is not None:
+                return data
             async with opened.store_reads:
                 return await self._store_workers.call(read)
         except (PreconditionFailed, NotFound) as error:

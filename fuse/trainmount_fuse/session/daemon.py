@@ -20,7 +20,7 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import trio
@@ -37,6 +37,7 @@ from trainmount_fuse.control.commands import Commands
 from trainmount_fuse.control.server import serve_control
 from trainmount_fuse.filesystem import Filesystem
 from trainmount_fuse.memory import bound_allocator
+from trainmount_fuse.reads.fetch_process import fork_fetch_process
 from trainmount_fuse.session.exit_codes import (
     EXIT_AWAY,
     EXIT_CONFIGURATION,
@@ -107,7 +108,10 @@ def run_daemon(
     configuration = message["configuration"]
     os.environ.update(configuration.get("environment", {}))
     try:
-        filesystem = (make_filesystem or open_filesystem)(configuration)
+        if make_filesystem is None:
+            filesystem = open_filesystem(configuration, leave=(control_fd, fuse_fd))
+        else:
+            filesystem = make_filesystem(configuration)
     except (SettingsError, VolumeError) as error:
         logger.error("the mount's settings are wrong", extra={"reason": str(error)})
         return EXIT_CONFIGURATION
@@ -128,10 +132,17 @@ def settings_of(configuration: dict[str, Any]) -> MountSettings:
     return MountSettings.from_mapping(settings or {})
 
 
-def open_filesystem(configuration: dict[str, Any]) -> Filesystem:
-    """The filesystem that a configuration describes, with this process's credentials."""
+def open_filesystem(configuration: dict[str, Any], leave: Sequence[int] = ()) -> Filesystem:
+    """The filesystem that a configuration describes, with this process's credentials.
+
+    Forks: the child leaves the descriptors of `leave` to this process.
+    """
     settings = settings_of(configuration)
-    return Filesystem(open_source(settings), settings, store_pages)
+    volume = open_source(settings)
+    process = None
+    if settings.prefetch_max_bytes:
+        process = fork_fetch_process(volume, settings.memory_bytes, leave)
+    return Filesystem(volume, settings, store_pages, process)
 
 
 class _Generation:
