@@ -25,7 +25,16 @@ from measure import (
     take_turns,
 )
 from peers import AIR, air_python, below_volumes
-from places import ROOT, Mount, Store, link_tree, mounted, serving, write_files
+from places import (
+    ROOT,
+    UNCHANGED_DATA,
+    Mount,
+    Store,
+    link_tree,
+    mounted,
+    serving,
+    write_files,
+)
 from topics import Setting, as_files
 
 __all__ = ["run"]
@@ -41,12 +50,18 @@ def run(setting: Setting) -> list[Comparison]:
             link_tree(native, store.directory / f"cold-{number}")
         for number in range(2 * setting.repeats):
             link_tree(native, store.directory / f"air-{number}")
+        results = [
+            _on_disk(setting, native),
+            *_against_air(setting, "on the local disk", store.directory, lambda _number: "native"),
+        ]
+        where = "on a read-only mount, names believed for five minutes"
+        with mounted(store, setting.folder / "mount-of-data", UNCHANGED_DATA) as mount:
+            results += _against_air(
+                setting, where, mount.path, lambda number: f"air-{number}", mount
+            )
         with mounted(store, setting.folder / "mount") as mount:
             return [
-                _on_disk(setting, native),
-                *_against_air(
-                    setting, "on the local disk", store.directory, lambda _number: "native"
-                ),
+                *results,
                 *_against_air(
                     setting, "on the mount", mount.path, lambda number: f"air-{number}", mount
                 ),

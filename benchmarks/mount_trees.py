@@ -22,7 +22,7 @@ from measure import (
     take_turns,
 )
 from peers import AnyMount, Bucket, delaying, mounted_side_by_side, tag_object
-from places import Store, link_tree, mounted
+from places import UNCHANGED_DATA, Store, link_tree, mounted
 from topics import Setting, as_files, as_seconds
 
 __all__ = ["run"]
@@ -38,7 +38,7 @@ _DEFAULT: Final = "mount, every open asks the store"
 _LONG: Final = "mount, read-only, names believed for five minutes as rclone's mount does"
 _OURS: Final[dict[str, Sequence[str]]] = {
     _DEFAULT: (),
-    _LONG: ("--read-only", "--metadata-timeout=300", "--open-timeout=300"),
+    _LONG: UNCHANGED_DATA,
 }
 
 

@@ -23,6 +23,7 @@ from trainmount_fuse.session.mounting import MountError, find_mount, unmount
 
 __all__ = [
     "ROOT",
+    "UNCHANGED_DATA",
     "Mount",
     "Reachable",
     "Store",
@@ -38,6 +39,10 @@ __all__ = [
 ]
 
 ROOT: Final = "/Volumes/main/default/benchmark"
+
+UNCHANGED_DATA: Final = ("--read-only", "--metadata-timeout=300", "--open-timeout=300")
+"""Options of a mount of data that nobody changes: names are believed for five minutes."""
+
 _TOKEN: Final = "dapi-benchmark-only"  # of a server that lives as long as the benchmark
 _DEADLINE_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.005

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from trainmount.data import sources
+from trainmount.data.manifest import Entry
 from trainmount.data.read_ahead import ReadAhead
+from trainmount.errors import DamagedFile, MissingFile
 
 DEADLINE_SECONDS = 30.0
 
@@ -135,3 +140,27 @@ def test_without_bytes_nothing_is_read_ahead() -> None:
     ahead.expect(range(3))
     assert [ahead.take(number) for number in range(3)] == ["0", "1", "2"]
     assert set(files.by.values()) == {threading.current_thread().name}
+
+
+def test_on_a_mount_that_reads_ahead_the_names_of_paths_are_looked_up_and_no_file_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").write_bytes(b"12345")
+    opened: list[str] = []
+    real = os.open
+
+    def note(path: str, flags: int) -> int:
+        opened.append(path)
+        return real(path, flags)
+
+    monkeypatch.setattr(sources.os, "open", note)
+    for kind, expected in (("ext4", [f"{tmp_path}/here"]), ("fuse.trainmount", [])):
+        monkeypatch.setattr(sources, "_mount_type", lambda _directory, kind=kind: kind)
+        source = sources.DirectorySource(tmp_path)
+        opened.clear()
+        assert source.path(Entry("here", 5), reads=True) == f"{tmp_path}/here"
+        assert opened == expected
+        with pytest.raises(MissingFile, match="gone"):
+            source.path(Entry("gone", 5), reads=True)
+        with pytest.raises(DamagedFile, match="here"):
+            source.path(Entry("here", 6), reads=True)

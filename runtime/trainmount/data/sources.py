@@ -15,6 +15,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -37,6 +38,9 @@ _PAGE_ENTRIES: Final = 1000
 
 # So much of a file is read before its consumer does; of a long one, the rest follows as it is read.
 _AHEAD_BYTES: Final = 8 << 20
+
+# /proc/mounts says so of what `trainmount mount` and the CSI driver mount.
+_OUR_MOUNTS: Final = "fuse.trainmount"
 
 # Where versions are times in seconds, a file may change within the second without another version.
 _SETTLED_SECONDS: Final = 2.0
@@ -67,7 +71,8 @@ class Source(Protocol):
 
     def path(self, entry: Entry, *, reads: bool) -> str:
         """A local path at which the file can be opened; a copy is the caller's. With `reads` its
-        bytes are in the page cache by then, or the first 8 MiB. Raises MissingFile, DamagedFile.
+        bytes are in the page cache by then, or the first 8 MiB, or a mount brings them. Raises
+        MissingFile, DamagedFile.
         """
         ...
 
@@ -105,10 +110,17 @@ class DirectorySource:
             raise MissingFile(f"{self._directory}/{path} is not there") from error
         return Entry(path, found.st_size)
 
+    @cached_property
+    def _mount_reads_ahead(self) -> bool:
+        """A mount of ours fetches a file whose name is looked up; opening it would cost its daemon
+        more than that.
+        """
+        return _mount_type(self._directory) == _OUR_MOUNTS
+
     def path(self, entry: Entry, *, reads: bool) -> str:
         path = f"{self._directory}/{entry.path}"
         with _reading(path):
-            if not reads or entry.checksum:
+            if not reads or entry.checksum or self._mount_reads_ahead:
                 _check_kind(path, entry, os.stat(path))  # noqa: PTH116 - once a sample
             else:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
