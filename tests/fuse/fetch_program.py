@@ -22,6 +22,7 @@ from trainmount_files.directory import DirectoryVolume
 from trainmount_files.volume import ByteRange
 from trainmount_fuse.attributes import ROOT_INO
 from trainmount_fuse.filesystem import Filesystem
+from trainmount_fuse.reads import prefetch
 from trainmount_fuse.reads.fetch_process import FetchProcess, fork_fetch_process
 from trainmount_fuse.settings import MountSettings
 
@@ -109,6 +110,13 @@ async def child_is_silent(reader: Reader, process: FetchProcess) -> dict[str, An
     return {"waited": waited, "errors": [errno.errorcode[code or 0] for code in errors]}
 
 
+async def child_is_stopped(reader: Reader, process: FetchProcess) -> dict[str, Any]:
+    """It never answers: after a while the daemon does without it."""
+    prefetch._PATIENCE_SECONDS = 0.2  # type: ignore[misc]
+    os.kill(process.pid, signal.SIGSTOP)
+    return await reads_all(reader, process)
+
+
 async def file_is_replaced(reader: Reader, process: FetchProcess) -> dict[str, Any]:
     """Between open and read: what the process is refused, the program hears as ESTALE."""
     names = await reader.names()
@@ -125,7 +133,8 @@ async def file_is_replaced(reader: Reader, process: FetchProcess) -> dict[str, A
 
 
 CASES: dict[str, Callable[[Reader, FetchProcess], Awaitable[dict[str, Any]]]] = {
-    case.__name__: case for case in (reads_all, child_is_killed, child_is_silent, file_is_replaced)
+    case.__name__: case
+    for case in (reads_all, child_is_killed, child_is_stopped, child_is_silent, file_is_replaced)
 }
 
 
@@ -140,7 +149,9 @@ async def main(case: str, fs: Filesystem, process: FetchProcess) -> None:
     }
     await fs.stop()
     seen["is_all_put_back"] = process.memory.try_take(len(process.memory.view)) is not None
-    seen["is_child_there"] = Path(f"/proc/{process.pid}").exists()
+    with trio.fail_after(30):
+        while Path(f"/proc/{process.pid}").exists():
+            await trio.sleep(0.01)
     print(json.dumps(seen))
 
 

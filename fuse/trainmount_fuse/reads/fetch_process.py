@@ -94,11 +94,11 @@ class FetchProcess:
         if not self._is_alive:
             return
         self._is_alive = False
-        # Whoever takes parts of the memory again must be alone with it.
+        # No part of the memory is given to anybody from here on, so it may go on writing to one.
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        # A disk that hangs may keep it, and must not keep the event loop.
+        threading.Thread(target=_wait_for, args=(self.pid,), daemon=True).start()
         trio.lowlevel.notify_closing(self._connection)
         self._connection.close()
         for number in list(self._asked):
@@ -120,6 +120,11 @@ class FetchProcess:
 
     def _answered(self, number: int, is_there: bool) -> None:
         self._asked.pop(number)(is_there)
+
+
+def _wait_for(pid: int) -> None:
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def fork_fetch_process(

@@ -41,6 +41,9 @@ _FILES_PER_THREAD: Final = 4
 wait for is the store's latency, and all of them together take less memory than one large range.
 """
 
+_PATIENCE_SECONDS: Final = 180.0
+"""A fetch of the process that takes longer, well above what a volume tries for, will never end."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStatistics:
@@ -172,8 +175,14 @@ class Prefetcher:
             self._cache.retain(file)
             if not self._fetch_aside(file, 0, file.key.size_bytes, is_guess=False):
                 self._cache.release(file)
-        if file in self._aside:
-            await self._aside[file].wait()
+        arrived = self._aside.get(file)
+        if arrived is None:
+            return
+        with trio.move_on_after(_PATIENCE_SECONDS) as waiting:
+            await arrived.wait()
+        if waiting.cancelled_caught:
+            log.error("The process that fetches small files does not answer; it is given up")
+            self.give_up()
 
     def load_file(self, file: BlockFile, size_bytes: int) -> None:
         """As `fetch_file`, of a file whose first bytes are on disk."""
