@@ -232,3 +232,17 @@ def test_deaths_at_any_point_lose_nothing_acknowledged_and_show_nothing_partial(
         mock.patch.object(Journal, "_execute", _watched_execute(Journal._execute)),
     ):
         trio.run(partial(_run, type(world), Path(root), operations, deaths))
+
+
+def test_a_renamed_file_is_still_open_where_the_daemon_died_after_the_store_had_renamed_it(
+    world: Any,
+) -> None:
+    with (
+        tempfile.TemporaryDirectory(dir=world.tmp_path) as root,
+        mock.patch.object(Journal, "_execute", _watched_execute(Journal._execute)),
+    ):
+        operations = [("reopen",), ("rename",), ("append", 1)]
+        for point in range(15):
+            folder = Path(root) / str(point)
+            folder.mkdir()
+            trio.run(partial(_run, type(world), folder, operations, [point]))

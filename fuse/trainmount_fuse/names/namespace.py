@@ -417,7 +417,8 @@ class Namespace:
             core.metadata.note_absent(old_parent.ino, old_name)
             core.inodes.move(left, new_parent.ino, new_name)
             core.metadata.note_unknown(new_parent.ino, new_name)
-            left.stat = None
+            left.stat = _moved(left.stat, None if target is None else target.stat)
+            core.inodes.save(left)
         return None, None, True
 
     @contextmanager
@@ -458,6 +459,13 @@ def _check_kinds(source: Inode, target: Inode | None) -> None:
         raise OSError(errno.ENOTDIR, "the target is not a directory")
     if target.is_directory and not source.is_directory:
         raise OSError(errno.EISDIR, "the target is a directory")
+
+
+def _moved(before: FileStat | None, now: FileStat | None) -> FileStat | None:
+    """What a file is that a predecessor renamed, if what the store has at the new name is that."""
+    if before is None or now is None or now.is_directory or now.version != before.version:
+        return None
+    return now
 
 
 def _joined(directory: str, name: str) -> str:
