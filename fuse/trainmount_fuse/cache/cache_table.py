@@ -48,7 +48,9 @@ _BUCKET_WORDS: Final = _WAYS * (1 + _RECORD_WORDS)
 _BYTES_AN_ENTRY: Final = 32 << 10
 """One entry for so much of the capacity, 0.15 % of it; of files half as large, some are lost."""
 
-_MIN_ENTRIES: Final = 4096
+_MIN_ENTRIES: Final = 32768
+"""1.5 MiB: with fewer, a small cache of small files loses some of them to full buckets."""
+
 _CELL_HEADROOM: Final = 16
 """The table has cells for so many times the capacity it was made for, since those cost little."""
 

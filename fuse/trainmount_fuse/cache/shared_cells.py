@@ -89,6 +89,9 @@ class SharedCells:
         self._fd = fd
         try:
             self._data_at = geometry.table_bytes
+            # What stands behind a block may just be written, around the kernel's memory: what the
+            # kernel read of it by itself would be taken for damage later.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             # Around the kernel's memory; the same descriptor where that cannot be.
             self._direct_fd = _open_direct(fd)
             self._table = CacheTable(fd, geometry)
