@@ -24,7 +24,6 @@ from typing import Final
 
 import trio
 
-from trainmount_files.errors import VolumeError
 from trainmount_files.volume import ByteRange, Volume
 from trainmount_files.waiting import wait_here
 from trainmount_fuse.cache.shared_memory import SharedBuffer, SharedMemory
@@ -184,8 +183,8 @@ def _fetch(volume: Volume, questions: socket.socket, memory: memoryview) -> None
         target = memory[offset : offset + end - start]
         try:
             volume.read_into(path, ByteRange(start, end), target, version=version)
-        except (VolumeError, OSError):
-            # Whoever reads there asks again and gets the error; nobody asked for this one yet.
+        except Exception:
+            # Whoever reads there asks again and gets the error. No question may be left unanswered.
             log.debug("Read-ahead failed", exc_info=True, extra={"path": path})
             is_there = False
         else:
