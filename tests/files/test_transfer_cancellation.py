@@ -30,6 +30,7 @@ from trainmount_files.transfer import (
     upload_file,
     upload_stream,
 )
+from trainmount_files.transfer.workers import Workers
 
 DATA = bytes(range(256)) * 1200
 KNOWN = FileStat("file", is_directory=False, size_bytes=len(DATA), mtime_ns=0, version="307200-0")
@@ -435,3 +436,17 @@ def test_a_store_that_falls_silent_holds_a_cancelled_upload_no_longer_than_a_per
     caller.join()
     assert isinstance(caller.error, Cancelled)
     assert server.statistics()["requests"]["abort_upload"] == 1
+
+
+def test_threads_that_an_interrupt_kept_from_starting_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = Workers(1, "interrupted")
+
+    def interrupted(_thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        workers.submit(int)
+    assert workers.close(wait_seconds=1)

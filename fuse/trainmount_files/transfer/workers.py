@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any, Final, TypeVar
@@ -60,7 +61,10 @@ class Workers:
             self._tasks.put(_END)
         deadline = monotonic() + wait_seconds
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is threading.current_thread():
+                continue
+            # An interrupt may have come while it was started: it finds nothing to do then.
+            with suppress(RuntimeError):
                 thread.join(max(0.0, deadline - monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
