@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -36,19 +35,13 @@ class Volume(DirectoryVolume):
     is_silent = False
 
     def read_into(
-        self,
-        path: str,
-        byte_range: ByteRange,
-        buffer: bytearray | memoryview,
-        *,
-        version: str | None = None,
-        cancel: threading.Event | None = None,
+        self, path: str, byte_range: ByteRange, buffer: bytearray | memoryview, **options: Any
     ) -> None:
         if os.getpid() == HERE:
             Volume.num_reads_here += 1
         elif self.is_silent:
             signal.pause()
-        super().read_into(path, byte_range, buffer, version=version, cancel=cancel)
+        super().read_into(path, byte_range, buffer, **options)
 
 
 class Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from trainmount_files.volume import ByteRange
 from trainmount_fuse.cache.block_file import FileKey
 from trainmount_fuse.cache.blocks import BlockCache
 from trainmount_fuse.cache.cache_table import Geometry
+from trainmount_fuse.cache.shared_memory import SharedMemory
 from trainmount_fuse.memory import MemoryBudget
 
 BLOCK = 4096
@@ -392,3 +394,29 @@ def test_rekeyed_blocks_are_those_of_the_new_name(make_cache: MakeCache) -> None
     assert cache.flush()
     cache.drop(new_key)
     assert cache.statistics().cached_bytes == 0
+
+
+def refuse(_key: object, _num_blocks: int) -> bool:
+    raise OSError(errno.ENOLCK, "no locks available")
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_another_process_cannot_begin_or_bring_is_fetched_by_who_reads(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    cache, source, shared = make_cache(), Source(BLOCK - 7), SharedMemory(8 * BLOCK)
+    file = cache.open(source.key)
+    if is_refused:
+        assert cache._cells is not None
+        monkeypatch.setattr(cache._cells, "try_claim", refuse)
+        assert cache.begin_fetch(file, 0, 0, shared) is None
+        monkeypatch.undo()
+    else:
+        held = cache.begin_fetch(file, 0, 0, shared)
+        assert held is not None
+        assert cache.begin_fetch(file, 0, 0, shared) is None
+        cache.end_fetch(held, is_there=False)
+    assert source.asked == []
+    assert cache.read(file, 0, BLOCK - 7, source.fetch) == source.data
+    assert source.asked == [ByteRange(0, BLOCK - 7)]
+    assert shared.try_take(8 * BLOCK) is not None

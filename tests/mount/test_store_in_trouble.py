@@ -183,6 +183,13 @@ def _readers(here: Path) -> Iterator[list[subprocess.Popen[str]]]:
             reader.wait()
 
 
+def _write_files(volume: Path, size: int) -> None:
+    """One for each reader, and another."""
+    for number in range(NUM_READERS):
+        (volume / f"f{number}").write_bytes(b"\1" * size)
+    (volume / "other").write_bytes(b"other")
+
+
 def _replace_or_remove(volume: Path, size: int) -> None:
     """What they read: each second file is gone, and the others are other ones."""
     for number in range(NUM_READERS):
@@ -204,9 +211,7 @@ def test_reads_of_files_that_go_end_as_the_slow_store_answers(
     start_mount: Callable[..., Any], files_server: Any, faults: Faults
 ) -> None:
     size = 4 * MIB
-    for number in range(NUM_READERS):
-        (files_server.volume / f"f{number}").write_bytes(b"\1" * size)
-    (files_server.volume / "other").write_bytes(b"other")
+    _write_files(files_server.volume, size)
     mount = start_mount(files_server.source, environment=files_server.environment())
     here = mount.mountpoint
     faults.set_each(BYTES, path="*/data/f*", latency_ms=1000)
@@ -227,9 +232,7 @@ def test_files_that_go_while_they_are_read_hold_up_neither_notices_nor_the_end(
     start_mount: Callable[..., Any], files_server: Any, faults: Faults
 ) -> None:
     size = 4 * MIB
-    for number in range(NUM_READERS):
-        (files_server.volume / f"f{number}").write_bytes(b"\1" * size)
-    (files_server.volume / "other").write_bytes(b"other")
+    _write_files(files_server.volume, size)
     mount = start_mount(files_server.source, environment=files_server.environment())
     here = mount.mountpoint
     faults.set_each(BYTES, path="*/data/f*", latency_ms=600_000)

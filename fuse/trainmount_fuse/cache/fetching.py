@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from trainmount_fuse.cache.shared_memory import SharedMemory
 from trainmount_fuse.cache.write_behind import WriteBehind
 
 __all__ = ["Fetch", "Fetching", "OnFetched"]
+
+log = logging.getLogger(__name__)
 
 Fetch = Callable[[ByteRange, memoryview], None]
 """Fills the buffer with exactly that range of the right version, or raises."""
@@ -107,14 +110,18 @@ class Fetching:
             if is_ours:
                 ended = threading.Event()
                 file.in_flight.update(dict.fromkeys(range(first, last + 1), ended))
-        if is_ours and self._cells is not None:
-            held.has_claim = self._cells.try_claim(file.block_key(first), last - first + 1)
-            if not held.has_claim:
-                # Another mount is at it.
-                self.end(held, is_there=False)
-                return None
         if not is_ours:
             self._held.discard(held)
+            return None
+        if self._cells is None:
+            return held
+        try:
+            held.has_claim = self._cells.try_claim(file.block_key(first), last - first + 1)
+        except OSError:
+            log.debug("The cache file cannot be locked", exc_info=True)
+        if not held.has_claim:
+            # Another mount is at it. Nobody may wait for what will not come.
+            self.end(held, is_there=False)
             return None
         return held
 

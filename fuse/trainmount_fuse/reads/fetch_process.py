@@ -9,7 +9,6 @@ down, and ends with its daemon. Where it ends before, the daemon fetches in thre
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ import trio
 from trainmount_files.volume import ByteRange, Volume
 from trainmount_files.waiting import wait_here
 from trainmount_fuse.cache.shared_memory import SharedBuffer, SharedMemory
+from trainmount_fuse.lifetime import end_with_parent
 
 __all__ = ["FetchProcess", "fork_fetch_process"]
 
@@ -40,7 +40,14 @@ _MAX_FETCHES: Final = 48
 
 _ANSWER: Final = struct.Struct("<Q?")
 _MAX_QUESTION_BYTES: Final = 64 << 10
-_PR_SET_PDEATHSIG: Final = 1
+_LEFT_TO_THE_DAEMON: Final = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGHUP,
+)
+"""It is told to end, and then the process ends with it."""
 
 
 class FetchProcess:
@@ -148,22 +155,15 @@ def fork_fetch_process(
         try:
             for descriptor in (*leave, ours.detach()):
                 os.close(descriptor)
-            _live_with(parent_pid)
-            _serve(volume, theirs, memory.view)
+            for number in _LEFT_TO_THE_DAEMON:
+                signal.signal(number, signal.SIG_IGN)
+            if end_with_parent(parent_pid):
+                _serve(volume, theirs, memory.view)
         finally:
             os._exit(1)
     theirs.close()
     ours.setblocking(False)
     return FetchProcess(pid, ours, memory)
-
-
-def _live_with(parent_pid: int) -> None:
-    """End with the daemon, whatever it dies of, and by nothing that it is told."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _serve(volume: Volume, questions: socket.socket, memory: memoryview) -> None:

@@ -192,7 +192,7 @@ class NextFiles:
         folder.scattered_bytes += num_bytes
 
     def note_scattered(self, folder: Folder, name: str, num_bytes: int) -> None:
-        """The file is being fetched, or is here already where `num_bytes` is 0."""
+        """The file is being fetched, or is too large to be where `num_bytes` is 0."""
         folder.scattered_until = folder.places[name] + 1
         if num_bytes:
             self.note_looked_up(folder, name, num_bytes)

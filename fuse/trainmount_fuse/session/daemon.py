@@ -10,7 +10,6 @@ left unanswered.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import errno
 import faulthandler
@@ -36,6 +35,7 @@ from trainmount_fuse.adapter import (
 from trainmount_fuse.control.commands import Commands
 from trainmount_fuse.control.server import serve_control
 from trainmount_fuse.filesystem import Filesystem
+from trainmount_fuse.lifetime import end_with_parent
 from trainmount_fuse.memory import bound_allocator
 from trainmount_fuse.reads.fetch_process import fork_fetch_process
 from trainmount_fuse.session.exit_codes import (
@@ -72,8 +72,6 @@ STORE_PATIENCE_SECONDS: Final = 5.0
 away. Then neither a request in progress nor an upload comes to an end, and both keep their
 bytes."""
 
-PR_SET_PDEATHSIG: Final = 1
-
 MAX_REPLY_BYTES: Final = 4096
 
 
@@ -104,7 +102,9 @@ def run_daemon(
     if message is None or fuse_fd is None:
         # The supervisor ended, or keeps another daemon.
         return EXIT_REPLACED
-    _die_with_parent(message["parent_pid"])
+    if not end_with_parent(message["parent_pid"]):
+        # Nobody keeps the mount any more.
+        return EXIT_REPLACED
     configuration = message["configuration"]
     os.environ.update(configuration.get("environment", {}))
     try:
@@ -321,13 +321,3 @@ def _raise_descriptor_limit() -> None:
     """Each open file with local bytes takes a descriptor, each cached one, and each connection."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when the supervisor's main thread ends, whatever it dies
-    of."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have died before the call. In a PID namespace of its own the parent's number is 0 and
-    # tells nothing.
-    if os.getppid() not in (parent_pid, 0):
-        os._exit(EXIT_REPLACED)
