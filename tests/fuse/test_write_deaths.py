@@ -246,3 +246,42 @@ def test_a_renamed_file_is_still_open_where_the_daemon_died_after_the_store_had_
             folder = Path(root) / str(point)
             folder.mkdir()
             trio.run(partial(_run, type(world), folder, operations, [point]))
+
+
+async def _lose_name(world_type: Any, root: Path, operation: str, point: int) -> None:
+    _Lives.current = Life(None)
+    world = world_type(root)
+    node = await world.node(part_bytes=PART, stream_from_bytes=2 * PART)
+    await node.write("new", b"new")
+    program = Program(world, node, [])
+    program.fh = await node.open("f", os.O_CREAT | os.O_RDWR)
+    program.life.is_dead = True
+    await program.append(700)
+    program.life.points = point
+    requests = {
+        "unlink": lambda: node.fs.unlink(ROOT_INO, b"f"),
+        "rename": lambda: node.fs.rename(ROOT_INO, b"new", ROOT_INO, b"f", 0),
+    }
+    await program.answered(requests[operation])
+    assert await program.answered(lambda: node.read_handle(program.fh)) == bytes(program.content)
+    await program.answered(lambda: node.fs.flush(program.fh))
+    await program.answered(lambda: node.fs.release(program.fh))
+    program.life.is_dead = True
+    await program.successor()
+    await node.settled(lambda: node.staging_files() == [], "nothing is staged any more")
+    await node.fs.stop()
+    assert world.remote_files() == {"new" if operation == "unlink" else "f": b"new"}
+
+
+@pytest.mark.parametrize("operation", ["unlink", "rename"])
+def test_unsent_bytes_of_an_open_file_that_lost_its_name_stay_its_own_wherever_the_daemon_died(
+    world: Any, operation: str
+) -> None:
+    with (
+        tempfile.TemporaryDirectory(dir=world.tmp_path) as root,
+        mock.patch.object(Journal, "_execute", _watched_execute(Journal._execute)),
+    ):
+        for point in range(12):
+            folder = Path(root) / str(point)
+            folder.mkdir()
+            trio.run(partial(_lose_name, type(world), folder, operation, point))

@@ -44,6 +44,9 @@ class Recovery:
             if staged is None:
                 continue
             is_open = core.handles.is_open(ino)
+            if staged.state is StagedState.DIRTY and self._is_unlinked(ino):
+                # The predecessor died between the two: what is at the path now is another file.
+                core.staging.orphan(staged)
             if staged.state is StagedState.ORPHAN or staged.state is StagedState.CLEAN:
                 if not is_open:
                     core.staging.drop_leftover(staged)
@@ -136,6 +139,12 @@ class Recovery:
                 core.staging.adopt_failed(staged, inode.ino)
                 found.append(inode)
         return found
+
+    def _is_unlinked(self, ino: int) -> bool:
+        try:
+            return self._core.inodes.get(ino).link is Link.UNLINKED
+        except OSError:
+            return False
 
     def _inode_of(self, staged: StagedFile) -> Inode:
         core = self._core
