@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 from trainmount.checkpoint import Checkpointer
 from trainmount.checkpoint.generations import prune
 from trainmount.checkpoint.stores import DirectoryStore
+from trainmount.errors import CheckpointError
 
 
 @pytest.fixture
@@ -100,3 +102,27 @@ def test_a_damaged_newest_one_does_not_hide_those_that_are_kept(
     assert (resumed.step, resumed.generation) == (4, saved[3])
     last = again.save(5)
     assert names(tmp_path) == {saved[1], saved[3], last}
+
+
+def test_a_save_has_the_room_of_those_before_it_that_did_not_finish(
+    tmp_path: Path, checkpoints: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, damaged = (str(checkpoints.save(step)) for step in (1, 2))
+    (tmp_path / damaged / "r00000-000.bin").unlink()
+    killed = "g00000007-00000000"
+    (tmp_path / killed).mkdir()
+    (tmp_path / killed / "r00000-000.bin").write_bytes(b"written when its job was killed")
+    there: list[set[str]] = []
+
+    def write(*_: object, **__: object) -> None:
+        there.append(names(tmp_path))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(DirectoryStore, "write", write)
+        for step in (3, 4):
+            with pytest.raises(CheckpointError, match="No space left"):
+                checkpoints.save(step)
+    assert [len(names - {first, damaged}) for names in there] == [1, 1]
+    assert all({first, damaged} < names and killed not in names for names in there)
+    assert str(checkpoints.save(5)) > killed

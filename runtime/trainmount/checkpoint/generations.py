@@ -8,7 +8,7 @@ when they are read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +30,7 @@ __all__ = [
     "prune",
     "read_metadata",
     "read_record",
+    "remove_unfinished",
 ]
 
 _log = logging.getLogger(__name__)
@@ -158,6 +159,21 @@ def prune(
             if not stays:
                 # The record goes first: from then on nobody takes the rest for a checkpoint.
                 store.remove_directory(generation, first=COMMIT_NAME)
+        except (OSError, CheckpointError) as error:
+            _log_left(f"{store.location}/{generation}", error)
+
+
+def remove_unfinished(store: CheckpointStore, generations: Sequence[str]) -> None:
+    """Remove what saves left that ended before their commit, from the newest of `generations`, the
+    oldest first, down to the newest that is committed.
+
+    Called before a save, which may need the room. What cannot be removed is logged and left.
+    """
+    for generation in reversed(generations):
+        try:
+            if store.size(f"{generation}/{COMMIT_NAME}") is not None:
+                return
+            store.remove_directory(generation, first=COMMIT_NAME)
         except (OSError, CheckpointError) as error:
             _log_left(f"{store.location}/{generation}", error)
 

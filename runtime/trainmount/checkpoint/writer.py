@@ -26,7 +26,12 @@ from torch.futures import Future
 
 from trainmount.checkpoint.checksums import best_algorithm, find_algorithm
 from trainmount.checkpoint.failures import FailureBoard
-from trainmount.checkpoint.generations import list_generations, prune, read_record
+from trainmount.checkpoint.generations import (
+    list_generations,
+    prune,
+    read_record,
+    remove_unfinished,
+)
 from trainmount.checkpoint.layout import (
     BLOCK_BYTES,
     COMMIT_NAME,
@@ -213,6 +218,7 @@ class UCVolumeWriter(StorageWriter, BlockingAsyncStager):
                 raise CheckpointError(
                     f"{store.location}/{committed[-1]} is committed and overwrite is False"
                 )
+        remove_unfinished(store, existing)
         self._generation = new_generation(existing)
         self._algorithm = best_algorithm()
         self._num_ranks = len(plans)
