@@ -340,6 +340,20 @@ def test_a_load_puts_values_into_another_dtype(tmp_path: Path) -> None:
     assert torch.equal(found["weights"], torch.ones(300, 500, dtype=torch.float64))
 
 
+def test_a_checkpoint_of_more_files_than_a_process_may_open_is_loaded(tmp_path: Path) -> None:
+    state = {f"t{number}": torch.tensor([number, 2.0]) for number in range(300)}
+    dcp.save(state, storage_writer=UCVolumeWriter(tmp_path, single_file_per_rank=False))
+    found = blank(state)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 50, before[1]))
+    try:
+        dcp.load(found, storage_reader=UCVolumeReader(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert is_same(found, state)
+
+
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="thread_count must be at least 1, got 0"):
         UCVolumeWriter(tmp_path, thread_count=0)

@@ -155,7 +155,7 @@ def fetch(
     by_file: dict[str, list[_Piece]] = {}
     for one in wanted:
         by_file.setdefault(one.item.file_name, []).extend(one.pieces)
-    files: dict[str, OpenFile] = {}
+    readers: list[_Reader] = []
     stop = threading.Event()
     threads = ThreadPoolExecutor(thread_count, thread_name_prefix="checkpoint-reader")
     running: list[Future[int]] = []
@@ -163,10 +163,10 @@ def fetch(
         for file_name, pieces in sorted(by_file.items()):
             if not pieces:
                 continue
-            path = f"{generation}/{file_name}"
-            files[path] = store.open(path)
-            reader = _Reader(files[path], f"{store.location}/{path}", algorithm, stop)
-            running += [threads.submit(reader.run, job) for job in _jobs(pieces)]
+            jobs = list(_jobs(pieces))
+            reader = _Reader(store, f"{generation}/{file_name}", algorithm, stop, len(jobs))
+            readers.append(reader)
+            running += [threads.submit(reader.run, job) for job in jobs]
         wait(running, return_when=FIRST_EXCEPTION)
         failures = [error for one in running if one.done() and (error := one.exception())]
         if failures:
@@ -177,31 +177,65 @@ def fetch(
         threads.shutdown(wait=False, cancel_futures=True)
         if not wait(running, _END_SECONDS).not_done:
             # Otherwise a thread that hangs would read from another file of the same number.
-            for file in files.values():
-                file.close()
+            for reader in readers:
+                reader.close()
 
 
 class _Reader:
-    """Carries out the jobs of one file. Any thread may call."""
+    """Carries out the jobs of one file, which is open from the first to the end of the last: of a
+    checkpoint of thousands of files a process cannot have all open. Any thread may call.
+    """
 
     def __init__(
-        self, file: OpenFile, path: str, algorithm: Algorithm, stop: threading.Event
+        self,
+        store: CheckpointStore,
+        name: str,
+        algorithm: Algorithm,
+        stop: threading.Event,
+        num_jobs: int,
     ) -> None:
-        self._file = file
-        self._path = path
+        self._store = store
+        self._name = name
+        self._path = f"{store.location}/{name}"
         self._algorithm = algorithm
         self._stop = stop
+        self._lock = threading.Lock()
+        self._file: OpenFile | None = None
+        self._num_left = num_jobs
 
     def run(self, job: _Job) -> int:
+        try:
+            return self._run(job, self._opened())
+        finally:
+            with self._lock:
+                self._num_left -= 1
+                is_last = not self._num_left
+            if is_last:
+                self.close()
+
+    def close(self) -> None:
+        """May be called again. No job may be running."""
+        with self._lock:
+            file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _opened(self) -> OpenFile:
+        with self._lock:
+            if self._file is None:
+                self._file = self._store.open(self._name)
+            return self._file
+
+    def _run(self, job: _Job, file: OpenFile) -> int:
         length = job.finish - job.begin
         only = job.pieces[0]
         if len(job.pieces) == 1 and only.is_in_place:
             assert isinstance(only.target, memoryview)
-            self._read(job, only.target)
+            self._read(job, file, only.target)
             self._verify(only, only.target)
             return length
         scratch = memoryview(bytearray(length))
-        self._read(job, scratch)
+        self._read(job, file, scratch)
         for piece in job.pieces:
             blocks = scratch[piece.begin - job.begin : piece.finish - job.begin]
             self._verify(piece, blocks)
@@ -213,9 +247,9 @@ class _Reader:
                 piece.target(data)
         return length
 
-    def _read(self, job: _Job, target: memoryview) -> None:
+    def _read(self, job: _Job, file: OpenFile, target: memoryview) -> None:
         try:
-            self._file.read_into(job.begin, target, self._stop)
+            file.read_into(job.begin, target, self._stop)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{error}; {job.pieces[0].name} is in it") from error
 
