@@ -6,9 +6,11 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -169,6 +171,28 @@ def test_another_model_cannot_be_resumed_and_the_parameter_is_named(root: Path) 
     other = Checkpointer(root / "saved", state={"model": model}, loader=job.loader)
     with pytest.raises(CheckpointError, match=r"cannot be loaded: .*model.2.weight|Size mismatch"):
         other.resume()
+
+
+def test_steps_may_be_numbers_of_numpy_and_torch_but_no_fractions(root: Path) -> None:
+    job = Job(root, every_steps=1)
+    for step in (np.int64(5), torch.tensor(6)):
+        assert job.checkpoints.step(step) is True  # type: ignore[arg-type]
+        resumed = job.checkpoints.resume()
+        assert resumed is not None
+        assert resumed.step == int(step)
+    before = sorted((root / "saved").iterdir())
+    for method in (job.checkpoints.step, job.checkpoints.save):
+        with pytest.raises(TypeError, match=r"global_step must be a whole number, got 7.5"):
+            method(7.5)  # type: ignore[arg-type]
+    assert sorted((root / "saved").iterdir()) == before
+
+
+def test_in_a_thread_the_handler_of_sigterm_has_to_be_left_out(root: Path) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(ValueError, match=r"on_sigterm: only the main thread can handle sign"):
+            threads.submit(Job, root).result()
+        job = threads.submit(Job, root, on_sigterm=False).result()
+        assert threads.submit(job.checkpoints.save, 1).result() is not None
 
 
 def test_wrong_arguments_are_told_in_one_line(root: Path) -> None:

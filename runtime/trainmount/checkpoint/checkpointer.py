@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import os
 import signal
 import time
@@ -165,7 +166,13 @@ class Checkpointer:
         self._is_terminated = False
         self._previous_handler: Any = None
         if on_sigterm:
-            self._previous_handler = signal.signal(signal.SIGTERM, self._note_sigterm)
+            try:
+                self._previous_handler = signal.signal(signal.SIGTERM, self._note_sigterm)
+            except ValueError as error:
+                raise ValueError(
+                    "on_sigterm: only the main thread can handle signals; make the Checkpointer "
+                    "there, or pass on_sigterm=False"
+                ) from error
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -216,6 +223,7 @@ class Checkpointer:
             SystemExit: with EXIT_CODE_ON_SIGTERM, after a save, if any rank got SIGTERM.
             CheckpointError: this save failed, or the one on its way; the checkpoints before stand.
         """
+        global_step = _whole(global_step)
         heartbeat(global_step)
         self._state.settle()
         is_terminated, is_due, is_running = self._agree()
@@ -238,6 +246,7 @@ class Checkpointer:
                 its way failed; this one was not begun.
         """
         began = time.monotonic()
+        global_step = _whole(global_step)
         self.wait()
         self._begin(global_step, began, is_asynchronous=self._asynchronous, is_counted=True)
         if self._asynchronous:
@@ -443,6 +452,14 @@ class Checkpointer:
 
     def _note_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         self._is_terminated = True
+
+
+def _whole(global_step: int) -> int:
+    """The number itself where NumPy or torch counts, whose numbers JSON does not take."""
+    try:
+        return operator.index(global_step)
+    except TypeError as error:
+        raise TypeError(f"global_step must be a whole number, got {global_step!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
