@@ -221,3 +221,43 @@ def test_a_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
     os.chown(tmp_path, 1, 1)
     with pytest.raises(PermissionError, match="belongs to another user"):
         FileCache(10, tmp_path).open()
+
+
+def test_who_starts_at_the_same_moment_does_not_take_an_owner_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[FileCache] = []
+    lock = fcntl.flock
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and not others:
+            others.append(FileCache(100, tmp_path))
+            others[0].open()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    cache = opened(tmp_path, 100)
+    assert len(others) == 1
+    assert Path(cache.hand_out(str(store(cache, "k")), "run-1")).read_bytes() == b"." * 10
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}", "\udcff"])
+def test_a_copy_of_a_file_with_a_long_name_has_a_name_that_fits(
+    letter: str, tmp_path: Path
+) -> None:
+    name = letter * ((255 - 4) // len(os.fsencode(letter))) + ".png"
+    cache = opened(tmp_path, 100)
+    copy = cache.new_path(name)
+    copy.write_bytes(b".")
+    assert copy.name.endswith(f"{letter}.png")
+
+
+def test_where_there_is_no_room_for_another_name_a_file_is_delivered_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened(tmp_path, 100)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(full))
+    assert store(cache, "k").read_bytes() == b"." * 10
+    assert keys(cache, "k") == []
+    assert object_bytes(tmp_path) == 0

@@ -49,6 +49,8 @@ _TOTAL_NAME: Final = ".total"
 # A full cache in which nothing may be evicted is not searched again before that: a search looks at
 # every object, which takes a second for 100,000.
 _SEARCH_PAUSE_SECONDS: Final = 10.0
+# Of a file's name: file systems take 255 bytes, a character has up to four.
+_KEPT_CHARACTERS: Final = 48
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 # A file system without hard links, or with too many of this file.
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
@@ -100,8 +102,11 @@ class FileCache:
         _remove_abandoned(self._root)
         directory = Path(tempfile.mkdtemp(prefix=_OWNER_PREFIX, dir=self._root))
         (directory / _AHEAD).mkdir()
-        owner = os.open(directory / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # Locked before it has the name by which others ask whether its owner lives.
+        unnamed = directory / f"{_LOCK_NAME}.new"
+        owner = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(owner, fcntl.LOCK_EX)
+        unnamed.rename(directory / _LOCK_NAME)
         self._directory = directory
         weakref.finalize(self, _close, self._root, directory, (owner, users), os.getpid())
         with self._total() as total:
@@ -153,7 +158,7 @@ class FileCache:
         """
         # `next` on a count is one step, and a forked child has another number of its own.
         number = next(self._numbers)
-        return self._own / _AHEAD / f"{os.getpid():x}.{number:x}-{name[-64:]}"
+        return self._own / _AHEAD / f"{os.getpid():x}.{number:x}-{name[-_KEPT_CHARACTERS:]}"
 
     def keep(self, copy: Path, key: str) -> bool:
         """Store a copy as an object too, where there is room; whether it was."""
@@ -171,7 +176,8 @@ class FileCache:
             except FileExistsError:
                 return True
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                # Its reader has the copy all the same.
+                if error.errno not in (*_NO_LINKS, *_NO_SPACE):
                     raise
                 return False
             total.num_bytes += size_bytes
