@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import threading
 import time
@@ -275,3 +276,29 @@ def test_what_a_file_can_become_is_skipped_or_told(item: str, tmp_path: Path) ->
     assert len(list(dataset)) == 1
     fetched = dataset.fetch(range(5), "here")
     assert (list(fetched.skipped), len(fetched.items)) == (["a", "b", "c", "d"], 1)
+
+
+@pytest.mark.parametrize("item", ["path", "bytes", "file"])
+def test_a_file_that_became_a_pipe_is_damaged_and_nobody_waits_for_it(
+    item: str, tmp_path: Path
+) -> None:
+    for name, content in (("empty", b""), ("full", b"12345"), ("last", b"1")):
+        (tmp_path / name).write_bytes(content)
+    dataset = UCVolumeDataset(str(tmp_path), item=item, on_error="skip")  # type: ignore[arg-type]
+    for name in ("empty", "full"):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+    fetched = dataset.fetch(range(3), "here")
+    assert "full" in fetched.skipped
+    assert "last" not in fetched.skipped
+    # The bytes of an empty file are those of a pipe that nobody writes to.
+    assert ("empty" in fetched.skipped) == (item != "bytes")
+
+
+def test_links_that_lead_nowhere_do_not_hinder_the_listing(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    for name, target in (("circle", "circle"), ("gone", "no/where"), ("through", "a/b")):
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "up").symlink_to(tmp_path)
+    assert paths_of(UCVolumeDataset(str(tmp_path))) == ["a", "link"]

@@ -46,6 +46,13 @@ _OUR_MOUNTS: Final = "fuse.trainmount"
 _SETTLED_SECONDS: Final = 2.0
 
 
+# What has become a pipe since it was listed must not be waited for.
+_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+# Links that lead nowhere, or in a circle.
+_NO_TARGET: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
 class Source(Protocol):
     """Files below one directory."""
 
@@ -123,7 +130,7 @@ class DirectorySource:
             if not reads or entry.checksum or self._mount_reads_ahead:
                 _check_kind(path, entry, os.stat(path))  # noqa: PTH116 - once a sample
             else:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = os.open(path, _TO_READ)
                 try:
                     _check_kind(path, entry, os.fstat(descriptor))
                     os.read(descriptor, min(entry.size_bytes, _AHEAD_BYTES))
@@ -136,7 +143,7 @@ class DirectorySource:
     def read(self, entry: Entry) -> bytes:
         path = f"{self._directory}/{entry.path}"
         with _reading(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, _TO_READ)
             try:
                 # One more, to see that a file has become longer.
                 data = os.read(descriptor, entry.size_bytes + 1)
@@ -392,6 +399,10 @@ def _check_kind(path: str, entry: Entry, found: os.stat_result) -> None:
     if stat.S_ISDIR(found.st_mode):
         raise DamagedFile(f"{path} is a directory now, and was a file when it was listed")
     _check_size(path, entry, found.st_size)
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedFile(
+            f"{path} is no regular file any more; restore it, or pass on_error='skip'"
+        )
 
 
 def _check_size(path: str, entry: Entry, size_bytes: int) -> None:
@@ -423,7 +434,7 @@ def _rest_of(descriptor: int) -> bytes:
 
 
 def _found_of(entry: os.DirEntry[str]) -> Found | None:
-    """None for what is neither a file nor a directory, and for what has just gone."""
+    """None for what is neither a file nor a directory, and for links without a file behind."""
     if entry.is_dir(follow_symlinks=False):
         return Found(entry.name, is_directory=True)
     try:
@@ -432,7 +443,9 @@ def _found_of(entry: os.DirEntry[str]) -> Found | None:
             if entry.is_file()
             else None
         )
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in _NO_TARGET:
+            raise
         return None
 
 
