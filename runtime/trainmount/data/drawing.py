@@ -33,7 +33,9 @@ __all__ = [
 
 
 class Drawn(NamedTuple):
-    """One sample of a batch."""
+    """The first sample of a batch, with what is the same for all of them. The others are places,
+    which cost little on their way to a worker.
+    """
 
     group: str
     """Of the iteration that it is for, with its loader."""
@@ -61,7 +63,7 @@ class Collated(NamedTuple):
 class Draws(Protocol):
     """What the sampler needs of a loader."""
 
-    def next_order(self) -> Iterator[Drawn]: ...
+    def next_order(self) -> Iterator[Drawn | int]: ...
 
 
 def draw(
@@ -71,11 +73,13 @@ def draw(
     grid: Grid,
     start: int,
     quarantined: frozenset[int],
-) -> Iterator[Drawn]:
+) -> Iterator[Drawn | int]:
     """The rank's samples of an epoch's global batches from `start` on."""
     for delivered in range(start, plan.count, plan.global_batch_size):
-        for place in plan.share(delivered, grid):
-            yield Drawn(group, order, delivered, place, quarantined)
+        share = plan.share(delivered, grid)
+        if share:
+            yield Drawn(group, order, delivered, share[0], quarantined)
+            yield from share[1:]
 
 
 class Fetching(Dataset[Any]):
@@ -105,13 +109,14 @@ class Fetching(Dataset[Any]):
     def __getitem__(self, drawn: Drawn) -> Fetched:
         return self.__getitems__([drawn])
 
-    def __getitems__(self, batch: list[Drawn]) -> Fetched:
-        group, order, delivered, _, quarantined = batch[0]
+    def __getitems__(self, batch: list[Any]) -> Fetched:
+        """A `Drawn`, and the places of the samples behind it."""
+        group, order, delivered, first, quarantined = batch[0]
         if group != self._group:
             self._group, self._not_expected = group, delivered
             self.files.begin_epoch(quarantined)
         self._expect(order, delivered)
-        return self.files.fetch([order[drawn.place] for drawn in batch], group)
+        return self.files.fetch([order[first], *(order[place] for place in batch[1:])], group)
 
     def _expect(self, order: Order | Rest, delivered: int) -> None:
         """Tell the dataset of the batches that torch has queued since it was last told."""
@@ -126,7 +131,7 @@ class Fetching(Dataset[Any]):
             self._not_expected = begin + step
 
 
-class RankSampler(Sampler[Drawn]):
+class RankSampler(Sampler[Any]):
     """Hands torch the loader's order, anew for each iteration."""
 
     def __init__(self, loader: Draws) -> None:
@@ -134,7 +139,7 @@ class RankSampler(Sampler[Drawn]):
         # queues to the workers before torch can tell them to end; torch then waits five seconds.
         self._loader = weakref.ref(loader)
 
-    def __iter__(self) -> Iterator[Drawn]:
+    def __iter__(self) -> Iterator[Drawn | int]:
         loader = self._loader()
         assert loader is not None, "the iteration that asks holds the loader"
         return loader.next_order()

@@ -99,13 +99,13 @@ class Items:
             DataError: the source cannot be reached, or the disk is full.
         """
         fetched = Fetched([], {}, [])
-        reader = self._reader()
+        reader, has_copies = self._reader(), self._loading.has_copies
         for number in numbers:
             if number in self._quarantined:
                 continue
             try:
                 loaded = reader.take(number)
-                if self._loading.has_copies:
+                if has_copies:
                     loaded = self._loading.cache.hand_out(loaded, group)
                     fetched.copies.append(loaded)
                 fetched.items.append(self._open(loaded) if self._item == "file" else loaded)

@@ -31,6 +31,7 @@ from trainmount.data.failures import Watching
 from trainmount.data.iterables import Replicas, Seeding, Stamping
 from trainmount.data.position import Plan, Position
 from trainmount.data.progress import BARS, require_rich
+from trainmount.data.queues import prompt_queues
 from trainmount.data.shuffle import Order
 from trainmount.data.state import JOB_STATE_VERSION, Place, Skipped, job_state, place_of
 from trainmount.data.stream_states import place_of_streams, stream_state
@@ -311,10 +312,10 @@ class DataLoader(TorchDataLoader[Any]):
         elif self._replicas is not None:
             if self._replicas.begin():
                 self._stop_workers()
-            start = super().__iter__
+            start = self._torch_batches
             batches = self._alone(self._replicas.consume(start(), start), self._run)
         else:
-            batches = super().__iter__()
+            batches = self._torch_batches()
             total = _length(self)
         batches = self._timings.timed(batches, self._gauges)
         if self._shows_progress and grid_of_process()[0] == 0:
@@ -322,7 +323,7 @@ class DataLoader(TorchDataLoader[Any]):
             batches = BARS.shown(batches, title, total, done)
         return batches
 
-    def next_order(self) -> Iterator[Drawn]:
+    def next_order(self) -> Iterator[Drawn | int]:
         """This rank's samples from the position to the end of the epoch.
 
         Called by torch when an iteration begins, and drawn from as far as it prefetches.
@@ -355,10 +356,15 @@ class DataLoader(TorchDataLoader[Any]):
         assert isinstance(self.dataset, Fetching)
         depth = self.prefetch_factor or _DEPTH_ALONE
         self.dataset.read_ahead_by(self.plan, files.grid(), depth)
-        batches = super().__iter__()
+        batches = self._torch_batches()
         # By now the workers have finished what an iteration that was left early had asked for.
         files.abandon(abandoned)
         return batches, self._run, self._start
+
+    def _torch_batches(self) -> Any:
+        """Torch's own iteration."""
+        with prompt_queues(self):
+            return super().__iter__()
 
     def _consume(self, batches: Iterator[Any], run: int, start: Position) -> Iterator[Any]:
         files = self._require_files()

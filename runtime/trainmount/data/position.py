@@ -17,7 +17,7 @@ ranks have no batch in that step (see `Plan.share`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 __all__ = ["Grid", "Plan", "Position"]
 
@@ -70,7 +70,7 @@ class Plan:
         delivered = position.delivered + self.batch_size_at(position.delivered)
         if self.batch_size_at(delivered) == 0:
             return Position(position.epoch + 1, 0)
-        return replace(position, delivered=delivered)
+        return Position(position.epoch, delivered)
 
     def settle(self, position: Position) -> Position:
         """The same position, or the next epoch's start where nothing of this epoch is left (for a

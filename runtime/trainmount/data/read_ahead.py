@@ -32,6 +32,10 @@ _THREADS: Final = 4
 _SLOW_SECONDS: Final = 0.01
 _FAST_SECONDS: Final = 0.0003
 _PROBE_EVERY: Final = 16
+# Reading one ahead costs as much as its consumer's reading: where several in a row came fast, it is
+# done less often.
+_PROBE_SELDOM: Final = 128
+_NUM_SURE: Final = 8
 # So many in a row that came fast, and the threads are let go.
 _NUM_FAST: Final = 64
 
@@ -77,7 +81,7 @@ class ReadAhead(Generic[T]):
 
     def take(self, number: int) -> T:
         """The file, loaded ahead or now. Raises what its loading raised."""
-        future = self._coming.pop(number, None)
+        future = self._coming.pop(number, None) if self._coming else None
         if future is None:
             if self._expected and self._expected[0] == number:
                 self._expected.popleft()
@@ -85,7 +89,8 @@ class ReadAhead(Generic[T]):
                 # It goes another way than was expected.
                 self.forget()
             loaded = self._load_now(number)
-            self._fill()
+            if self._is_slow:
+                self._fill()
             return loaded
         self._coming_bytes -= self._size_of(number)
         self._fill()
@@ -116,7 +121,8 @@ class ReadAhead(Generic[T]):
 
     def _load_now(self, number: int) -> T:
         self._num_alone += 1
-        if self._num_alone % _PROBE_EVERY != 1:
+        every = _PROBE_EVERY if self._num_fast < _NUM_SURE else _PROBE_SELDOM
+        if self._num_alone % every != 1:
             return self._load(number, False)
         loaded, seconds = self._timed(number)
         self._notice(seconds)

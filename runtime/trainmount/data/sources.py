@@ -95,6 +95,7 @@ class DirectorySource:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._prefix = f"{directory}/"
 
     @property
     def describe(self) -> str:
@@ -125,8 +126,8 @@ class DirectorySource:
         return _mount_type(self._directory) == _OUR_MOUNTS
 
     def path(self, entry: Entry, *, reads: bool) -> str:
-        path = f"{self._directory}/{entry.path}"
-        with _reading(path):
+        path = f"{self._prefix}{entry.path}"
+        try:
             if not reads or entry.checksum or self._mount_reads_ahead:
                 _check_kind(path, entry, os.stat(path))  # noqa: PTH116 - once a sample
             else:
@@ -138,11 +139,13 @@ class DirectorySource:
                     os.close(descriptor)
             if entry.checksum:
                 _check_content(path, entry, pieces_of(path))
+        except OSError as error:
+            raise _unreadable(path, error) from error
         return path
 
     def read(self, entry: Entry) -> bytes:
-        path = f"{self._directory}/{entry.path}"
-        with _reading(path):
+        path = f"{self._prefix}{entry.path}"
+        try:
             descriptor = os.open(path, _TO_READ)
             try:
                 # One more, to see that a file has become longer.
@@ -151,6 +154,8 @@ class DirectorySource:
                     data += _rest_of(descriptor)
             finally:
                 os.close(descriptor)
+        except OSError as error:
+            raise _unreadable(path, error) from error
         if len(data) != entry.size_bytes:
             _check_size(path, entry, os.stat(path).st_size)  # noqa: PTH116 - a failure
         _check_content(path, entry, [data])
@@ -371,24 +376,14 @@ def open_source(path: str, cache: FileCache) -> Source:
     return VolumeSource(path.rstrip("/"), cache)
 
 
-class _reading:  # noqa: N801 - used as a function; a generator would cost 2 us a sample
-    """Turns what the file system says of one file into our errors."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if not isinstance(error, OSError):
-            return
-        if isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise _missing(self._path) from error
-        reason = f"{self._path} cannot be read: {error.strerror or error}"
-        if isinstance(error, PermissionError):
-            raise DataError(reason) from error
-        raise DamagedFile(f"{reason}; restore it, or pass on_error='skip'") from error
+def _unreadable(path: str, error: OSError) -> DataError:
+    """What the file system says of one file, as one of our errors."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return _missing(path)
+    reason = f"{path} cannot be read: {error.strerror or error}"
+    if isinstance(error, PermissionError):
+        return DataError(reason)
+    return DamagedFile(f"{reason}; restore it, or pass on_error='skip'")
 
 
 def _missing(path: str) -> MissingFile:
@@ -396,6 +391,9 @@ def _missing(path: str) -> MissingFile:
 
 
 def _check_kind(path: str, entry: Entry, found: os.stat_result) -> None:
+    # Most are as they were, and one call less is felt.
+    if found.st_size == entry.size_bytes and stat.S_ISREG(found.st_mode):
+        return
     if stat.S_ISDIR(found.st_mode):
         raise DamagedFile(f"{path} is a directory now, and was a file when it was listed")
     _check_size(path, entry, found.st_size)
