@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["is_local", "local_path"]
+__all__ = ["is_local", "local_path", "whole_path"]
 
 _VOLUMES: Final = "/Volumes/"
 # /Volumes/<catalog>/<schema>/<volume>: nothing above it can be a mounted volume.
@@ -30,6 +30,15 @@ def is_local(path: str) -> bool:
         Path(*parts[:depth]).is_dir()
         for depth in range(_VOLUME_DEPTH, max(_VOLUME_DEPTH, len(parts)) + 1)
     )
+
+
+def whole_path(path: str | os.PathLike[str]) -> str:
+    """`path` so that it means the same wherever the process goes afterwards: a program may change
+    its directory between two saves.
+    """
+    text = os.fspath(path)
+    is_whole = "://" in text or text.startswith(("/", "dbfs:"))
+    return text if is_whole or not text else os.path.abspath(text)  # noqa: PTH100 - as below
 
 
 def local_path(path: str) -> Path:

@@ -187,6 +187,19 @@ def test_steps_may_be_numbers_of_numpy_and_torch_but_no_fractions(root: Path) ->
     assert sorted((root / "saved").iterdir()) == before
 
 
+def test_a_program_that_changes_its_directory_saves_where_it_saved_before(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    checkpoints = Checkpointer("saved", state={"model": nn.Linear(2, 2)}, on_sigterm=False)
+    first = str(checkpoints.save(1))
+    (root / "elsewhere").mkdir()
+    monkeypatch.chdir(root / "elsewhere")
+    second = str(checkpoints.save(2))
+    assert {path.name for path in (root / "saved").iterdir()} == {first, second}
+    assert list((root / "elsewhere").iterdir()) == []
+
+
 def test_in_a_thread_the_handler_of_sigterm_has_to_be_left_out(root: Path) -> None:
     with ThreadPoolExecutor(1) as threads:
         with pytest.raises(ValueError, match=r"on_sigterm: only the main thread can handle sign"):

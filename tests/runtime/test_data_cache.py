@@ -261,3 +261,12 @@ def test_where_there_is_no_room_for_another_name_a_file_is_delivered_and_not_kep
     assert store(cache, "k").read_bytes() == b"." * 10
     assert keys(cache, "k") == []
     assert object_bytes(tmp_path) == 0
+
+
+def test_copies_are_found_wherever_the_program_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache = opened(Path("copies"), 100)
+    monkeypatch.chdir("/")
+    assert Path(cache.hand_out(str(store(cache, "k")), "run-1")).read_bytes() == b"." * 10

@@ -54,6 +54,7 @@ from trainmount.distributed import (
     new_group,
 )
 from trainmount.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
+from trainmount.locations import whole_path
 from trainmount.run import heartbeat
 
 __all__ = ["EXIT_CODE_ON_SIGTERM", "Checkpointer", "Resumed"]
@@ -150,7 +151,7 @@ class Checkpointer:
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every must be at least 1, got {keep_every}")
         self._number = next(_numbers)
-        self._path = os.fspath(path)
+        self._path = whole_path(path)
         self._state = JobState(state, loader)
         self._keep_last = keep_last
         self._keep_every = keep_every

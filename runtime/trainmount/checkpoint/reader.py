@@ -33,6 +33,7 @@ from trainmount.checkpoint.stores import CheckpointStore, open_store, read_bytes
 from trainmount.checkpoint.torch_format import TORCH_METADATA_NAME, check_files, read_torch_items
 from trainmount.checkpoint.unpickling import unpickle_metadata
 from trainmount.errors import CheckpointError, NoCheckpoint
+from trainmount.locations import whole_path
 
 __all__ = ["UCVolumeReader"]
 
@@ -70,7 +71,7 @@ class UCVolumeReader(StorageReader):
             raise ValueError(f"thread_count must be at least 1, got {thread_count}")
         if _extension_registry is not None:
             raise ValueError("_extension_registry: extensions are not read; leave it out")
-        self._path = os.fspath(path)
+        self._path = whole_path(path)
         self._wanted = generation
         self._thread_count = thread_count
         self._store: CheckpointStore | None = None
@@ -91,7 +92,7 @@ class UCVolumeReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self._path = os.fspath(checkpoint_id)
+            self._path = whole_path(checkpoint_id)
             self._store = None
         self._record = None
         self._items = {}

@@ -43,6 +43,7 @@ from trainmount.checkpoint.layout import (
 from trainmount.checkpoint.shards import ShardOptions, write_shards
 from trainmount.checkpoint.stores import CheckpointStore, GivenUp, open_store
 from trainmount.errors import CheckpointError
+from trainmount.locations import whole_path
 
 __all__ = ["UCVolumeWriter"]
 
@@ -126,7 +127,7 @@ class UCVolumeWriter(StorageWriter, BlockingAsyncStager):
                 f"serialization_format: {serialization_format} cannot be written; leave it out, or "
                 "save with safetensors itself"
             )
-        self._path = os.fspath(path)
+        self._path = whole_path(path)
         self._store: CheckpointStore | None = None
         self._thread_count = thread_count
         self._single_file_per_rank = single_file_per_rank
@@ -189,7 +190,7 @@ class UCVolumeWriter(StorageWriter, BlockingAsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self._path = os.fspath(checkpoint_id)
+            self._path = whole_path(checkpoint_id)
             self._store = None
 
     def set_up_storage_writer(

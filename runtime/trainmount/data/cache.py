@@ -66,7 +66,9 @@ class FileCache:
         and must be on one file system. With a limit of 0 nothing is kept after its use.
         """
         self.limit_bytes = limit_bytes
-        self._root = root or Path(tempfile.gettempdir()) / f"trainmount-cache-{os.getuid()}"
+        root = root or Path(tempfile.gettempdir()) / f"trainmount-cache-{os.getuid()}"
+        # What is handed out is opened wherever the program is by then.
+        self._root = root.absolute()
         self._directory: Path | None = None
         self._numbers = itertools.count()
         self._epoch_began = self._unused_since = time.time()
