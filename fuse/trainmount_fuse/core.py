@@ -16,7 +16,7 @@ import errno
 import math
 import stat as stat_module
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +40,9 @@ from trainmount_fuse.writes.staged_file import StagedFile
 from trainmount_fuse.writes.staging import Staging
 
 __all__ = ["Core", "decode_name", "file_key", "state_paths", "transfer_error"]
+
+_SECOND_TRY_SECONDS: Final = 1.0
+"""The kernel looks a name up again and opens again at once; longer means another open."""
 
 _YOUNG_NS: Final = 3_000_000_000
 """A second, and what the store's clock may be apart from ours."""
@@ -72,6 +75,12 @@ class Core:
     staging: Staging
     made_ns: int
     """When the state of this mount was made: the time of directories, for which a store keeps none.
+    """
+
+    reopening_until: float = -math.inf
+    """Monotonic time up to which the kernel may look a name up again for an open that was ESTALE.
+    It does so once, so that each `lookup` asks the store until then: the open behind it must not
+    fail.
     """
 
     leaving: set[int] = field(default_factory=set)
@@ -163,10 +172,10 @@ class Core:
         if known is not None and known.version != stat.version:
             # Always another inode: of two answers that tell one inode's size, the kernel may
             # believe the older, and two that open at once would mix new bytes with the old size.
-            mode = inode.mode
-            self.inodes.detach(inode, Link.REPLACED)
+            before = inode
+            self.inodes.detach(before, Link.REPLACED)
             inode = self.inodes.ensure_child(directory.ino, name, is_directory=False)
-            inode.mode = mode
+            inode.mode, inode.looked_up_at = before.mode, before.looked_up_at
         elif known is not None and not stat.is_directory and _is_same_file(known, stat):
             # A store may tell one file's time in different resolutions; the first one stands.
             stat = known
@@ -188,6 +197,16 @@ class Core:
         if current is None:
             raise OSError(errno.ENOENT, "no such file or directory")
         return current
+
+    @property
+    def is_reopening(self) -> bool:
+        """Whether some open may be the second try of one that was ESTALE."""
+        return time.monotonic() < self.reopening_until
+
+    def look_up_again(self, reason: str) -> OSError:
+        """The ESTALE of an `open` upon which the kernel looks the name up and opens once more."""
+        self.reopening_until = time.monotonic() + _SECOND_TRY_SECONDS
+        return OSError(errno.ESTALE, reason)
 
     def doubt(self, inode: Inode) -> None:
         """Something showed that the store has another file there than we know of: ask next time."""
@@ -265,6 +284,13 @@ class Core:
             entry_timeout_seconds=max(0.0, self.settings.entry_timeout_seconds - age),
             attr_timeout_seconds=attr_timeout,
         )
+
+    def looked_up_for_each_open(self, attributes: Attributes) -> Attributes:
+        """The same of a file, with a name that the kernel remembers no longer than an open may
+        believe what is known: usually not at all.
+        """
+        timeout = min(attributes.entry_timeout_seconds, self.settings.open_timeout_seconds)
+        return replace(attributes, entry_timeout_seconds=timeout)
 
     def _directory_attributes(self, inode: Inode) -> Attributes:
         age = max(0.0, time.monotonic() - inode.checked_at) if inode.ino != ROOT_INO else 0.0

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -178,18 +178,16 @@ class Filesystem:
         arrived_at = time.monotonic()
         text = decode_name(name)
         self._reading.begin_early(parent_ino, text)
-        inode, asked_at = await core.resolve(directory, text, core.settings.entry_timeout_seconds)
+        max_age = 0.0 if core.is_reopening else core.settings.entry_timeout_seconds
+        inode, asked_at = await core.resolve(directory, text, max_age)
         if inode is None:
             return core.negative(asked_at)
         inode.lookup_count += 1
         attributes = core.attributes(inode)
-        if not inode.is_directory:
-            inode.looked_up_at = max(inode.looked_up_at, arrived_at)
-            inode.is_fresh_for_open = asked_at >= inode.looked_up_at
-            # An open that may not believe what is known has to begin with a lookup.
-            timeout = min(attributes.entry_timeout_seconds, core.settings.open_timeout_seconds)
-            attributes = replace(attributes, entry_timeout_seconds=timeout)
-        return attributes
+        if inode.is_directory:
+            return attributes
+        inode.note_looked_up(arrived_at)
+        return core.looked_up_for_each_open(attributes)
 
     async def forget(self, lookups: Iterable[tuple[int, int]]) -> None:
         """The kernel dropped that many lookups of each inode. Numbers we do not know are

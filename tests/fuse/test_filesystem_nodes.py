@@ -6,7 +6,10 @@ import errno
 import os
 from typing import Any
 
+import pytest
 import trio
+
+from trainmount_fuse.names import inodes
 
 
 async def test_an_open_after_another_nodes_close_sees_its_bytes_and_size(world: Any) -> None:
@@ -94,7 +97,6 @@ async def test_a_name_seen_missing_at_open_is_not_shown_again_from_older_knowled
     a, b = await world.node("a"), await world.node("b")
     await a.write("f", b"1")
     # The kernel opens without a lookup what it remembers from a listing.
-    await b.stat("f")
     ino = (await b.entries())["f"].ino
     await a.unlink("f")
     assert await world.errno_from(b.fs.open(ino, os.O_RDONLY)) == errno.ESTALE
@@ -140,6 +142,107 @@ async def test_a_lookup_that_did_not_ask_the_store_does_not_serve_an_open(world:
     await b.write("f", b"22")
     # Looked up again within the timeout, so from memory; the open asks.
     assert await a.read("f") == b"22"
+
+
+async def test_each_of_two_opens_takes_the_lookup_that_asked_the_store_for_it(world: Any) -> None:
+    a = await world.node("a", entry_timeout_seconds=0.0)
+    (world.remote / "f").write_bytes(b"1")
+    (ino,) = {(await a.stat("f")).ino for _ in range(2)}
+    opened = [(await a.fs.open(ino, os.O_RDONLY)).fh for _ in range(2)]
+    assert a.volume.calls["stat"] == 2
+    # Once more, as by /proc/self/fd: nobody has asked for this one.
+    opened.append((await a.fs.open(ino, os.O_RDONLY)).fh)
+    assert a.volume.calls["stat"] == 3
+    for fh in opened:
+        await a.close(fh)
+
+
+async def test_an_open_does_not_take_what_was_asked_before_the_newest_lookup(world: Any) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await b.write("f", b"1")
+    ino = (await a.stat("f")).ino
+    await b.write("f", b"22")
+    # Answered from memory: this program came after the other node's close.
+    assert (await a.stat("f")).ino == ino
+    for _ in range(2):
+        assert await world.errno_from(a.fs.open(ino, os.O_RDONLY)) == errno.ESTALE
+
+
+async def test_a_lookup_that_the_kernel_gives_back_at_once_is_nobodys(world: Any) -> None:
+    """It asks twice where the name has another inode now, and opens once."""
+    a, b = await world.node("a", entry_timeout_seconds=0.0), await world.node("b")
+    await b.write("f", b"1")
+    (ino,) = {(await a.stat("f")).ino for _ in range(2)}
+    await a.fs.forget([(ino, 1)])
+    await a.close((await a.fs.open(ino, os.O_RDONLY)).fh)
+    await b.write("f", b"22")
+    assert await world.errno_from(a.fs.open(ino, os.O_RDONLY)) == errno.ESTALE
+
+
+async def test_the_lookups_of_other_calls_serve_no_later_open(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await b.write("f", b"1")
+    ino = (await a.stat("f")).ino
+    await b.write("f", b"22")
+    monkeypatch.setattr(inodes, "_OPEN_FOLLOWS_SECONDS", 0.0)
+    assert await world.errno_from(a.fs.open(ino, os.O_RDONLY)) == errno.ESTALE
+
+
+async def _try_in_vain(node: Any, other: Any) -> int:
+    """An open of `f` that is ESTALE; the inode that the kernel finds when it looks again."""
+    await other.write("f", b"1")
+    # The second is answered from memory.
+    (ino,) = {(await node.stat("f")).ino for _ in range(2)}
+    await other.write("f", b"22")
+    with pytest.raises(OSError, match="changed") as raised:
+        await node.fs.open(ino, os.O_RDONLY)
+    assert raised.value.errno == errno.ESTALE
+    # The first time it sees that it is another, and looks again.
+    (again,) = {(await node.stat("f")).ino for _ in range(2)}
+    return again
+
+
+@pytest.mark.parametrize("opens", [False, True])
+@pytest.mark.parametrize("finds", [False, True])
+async def test_the_second_try_of_an_open_succeeds_whatever_other_programs_do_meanwhile(
+    world: Any, opens: bool, finds: bool
+) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    ino = await _try_in_vain(a, b)
+    if opens:
+        # The other program is faster.
+        assert await a.read("f") == b"22"
+    await b.write("f", b"333")
+    if finds:
+        # Its inode has no name any more.
+        assert (await a.stat("f")).size == 3
+    fh = (await a.fs.open(ino, os.O_RDONLY)).fh
+    assert (await a.fs.getattr(ino)).size == 2
+    await a.close(fh)
+    assert await a.read("f") == b"333"
+
+
+async def test_a_second_try_to_write_is_told_that_the_file_was_replaced(world: Any) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    ino = await _try_in_vain(a, b)
+    await b.write("f", b"333")
+    await a.stat("f")
+    assert await world.errno_from(a.fs.open(ino, os.O_WRONLY | os.O_TRUNC)) == errno.ESTALE
+
+
+async def test_a_listing_lets_no_open_go_without_a_lookup_while_the_name_is_looked_up(
+    world: Any,
+) -> None:
+    a, b = await world.node("a", directory_timeout_seconds=0.0), await world.node("b")
+    await b.write("f", b"1")
+    assert (await a.entries())["f"].entry_timeout_seconds > 0
+    ino = (await a.stat("f")).ino
+    await b.write("f", b"22")
+    # Another version is another inode.
+    listed = (await a.entries())["f"]
+    assert (listed.ino == ino, listed.size, listed.entry_timeout_seconds) == (False, 2, 0.0)
 
 
 async def test_a_local_create_ends_a_cached_absence_at_once(world: Any) -> None:

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,9 @@ NUM_APPENDS = int(os.environ.get("TRAINMOUNT_TEST_APPENDS", "30"))
 
 READ_AHEAD_MIB = int(os.environ.get("TRAINMOUNT_TEST_READ_AHEAD_MIB", "32"))
 """In CI a share; a long run has 64."""
+
+NUM_REPLACEMENTS = int(os.environ.get("TRAINMOUNT_TEST_REPLACEMENTS", "300"))
+"""In CI a share; a long run has 10,000."""
 
 EARLY = 1_700_000_000
 NUM_VERSIONS = 20
@@ -212,3 +216,78 @@ def test_bytes_of_two_versions_never_mix_although_the_first_was_read_ahead(
                 assert hashlib.file_digest(again, "sha256").hexdigest() == expected
                 os.posix_fadvise(again.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == expected
+
+
+class Replaced:
+    """A file whose content is its version's number, again and again, and who reads it."""
+
+    def __init__(self, store: Path, path: Path) -> None:
+        self._store = store
+        self._path = path
+        self.stored = 0
+        """The version that the store surely has."""
+
+        self.counts: Counter[str] = Counter()
+        """What came of the reads of all readers."""
+
+        self.problems: list[str] = []
+        self.ended = threading.Event()
+
+    def replace(self) -> None:
+        number = self.stored + 1
+        put(self._store, number.to_bytes(8, "big") * 100 * (1 + number % 3), EARLY + number)
+        self.stored = number
+
+    def read_until_ended(self) -> None:
+        newest = 0
+        while not self.ended.is_set():
+            at_least = max(newest, self.stored)
+            try:
+                file = self._path.open("rb", buffering=0)
+            except OSError as error:
+                self.problems.append(f"open: {error}")
+                continue
+            with file:
+                data = unless_stale(file.readall)
+            self.counts["stale" if data is None else "read"] += 1
+            if data is not None:
+                newest = int.from_bytes(data[:8], "big")
+                if data != data[:8] * 100 * (1 + newest % 3):
+                    self.problems.append(f"version {newest} in {len(data)} bytes of several")
+                if newest < at_least:
+                    self.problems.append(f"version {newest} after {at_least}")
+
+    def list_until_ended(self) -> None:
+        while not self.ended.is_set():
+            with os.scandir(self._path.parent) as entries:
+                sizes = [one.stat().st_size for one in entries if one.name == self._path.name]
+            if sizes not in ([800], [1600], [2400]):
+                self.problems.append(f"a listing with the sizes {sizes}")
+
+
+@pytest.mark.timeout(300 + NUM_REPLACEMENTS)
+def test_many_programs_open_a_path_while_another_client_replaces_it_again_and_again(
+    start_mount: Callable[..., Any], volume: Any, wait_until: Any
+) -> None:
+    """The kernel hides one ESTALE of an open, not two. A version that has gone cannot be read."""
+    store, source, environment = volume
+    path = start_mount(source, environment=environment).mountpoint / "f"
+    file = Replaced(store / "f", path)
+    file.replace()
+    work = [file.read_until_ended] * 6 + [file.list_until_ended]
+    threads = [threading.Thread(target=one) for one in work]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(NUM_REPLACEMENTS):
+            num_before = file.counts.total()
+            wait_until(lambda so_many=num_before: file.counts.total() > so_many, "another read")
+            file.replace()
+    finally:
+        file.ended.set()
+        for thread in threads:
+            thread.join()
+    print(dict(file.counts))
+    assert file.problems == []
+    assert file.counts["read"] > 0
+    assert int.from_bytes(path.read_bytes()[:8], "big") == file.stored

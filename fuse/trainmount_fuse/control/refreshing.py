@@ -55,8 +55,6 @@ async def forget_metadata(core: Core, paths: Sequence[str]) -> StaleNames:
         core.metadata.clear()
     async for inode in _below(core, None if chosen is None else roots):
         inode.checked_at = -math.inf
-        inode.is_fresh_for_open = False
-        inode.reopen_until = -math.inf
         if inode.is_directory and chosen is not None:
             core.metadata.forget(inode.ino)
         if inode.link is Link.LINKED and inode.parent_ino:

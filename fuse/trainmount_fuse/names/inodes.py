@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import math
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -37,6 +38,10 @@ _MAX_IN_MEMORY: Final = 20_000
 _NUMBER_BITS: Final = 52
 """Of an inode number: what a floating-point number holds exactly, as JSON readers do."""
 
+_OPEN_FOLLOWS_SECONDS: Final = 1.0
+"""The kernel opens what it has looked up at once; longer means that the lookup was for another
+call, and what it asked the store is too old.
+"""
 
 _IS_PLAIN: Final = (
     "is_derived = 1 AND link = 0 AND mode IS NULL AND atime_ns IS NULL AND set_mtime_ns IS NULL"
@@ -86,13 +91,14 @@ class Inode:
     """What is cached of its version may be another content (`Core.is_young`)."""
 
     looked_up_at: float = -math.inf
-    """Monotonic time at which the newest `lookup` of the name arrived."""
+    """Monotonic time at which the newest `lookup` of the name arrived, perhaps of the version
+    before.
+    """
 
-    is_fresh_for_open: bool = False
-    """The newest `lookup` of the name asked the store itself; the `open` behind it need not."""
-
-    reopen_until: float = -math.inf
-    """Until then one `open` takes `stat` as it is: it is the kernel's second try after ESTALE."""
+    num_unopened: int = 0
+    """Lookups that no `open` has followed yet, each of which arrived before the store was asked for
+    `stat`: so many opens need not ask.
+    """
 
     mode: int | None = None
     """Permission bits set by chmod or create."""
@@ -120,6 +126,33 @@ class Inode:
     @property
     def is_locked(self) -> bool:
         return self._lock is not None and self._lock.locked()
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether a lookup of the name may have an `open` behind it yet."""
+        return time.monotonic() - self.looked_up_at < _OPEN_FOLLOWS_SECONDS
+
+    def note_looked_up(self, arrived_at: float) -> None:
+        """A `lookup` that arrived then is about to be answered by this inode."""
+        if not self.is_looked_up:
+            # Those before were for other calls than open(2).
+            self.num_unopened = 0
+        self.looked_up_at = max(self.looked_up_at, arrived_at)
+        if self.checked_at >= self.looked_up_at:
+            self.num_unopened += 1
+        else:
+            # Who looked it up last may have come after another node's close. Nobody can tell whose
+            # `open` is the next.
+            self.num_unopened = 0
+
+    def take_lookup(self) -> bool:
+        """Whether the `open` that begins now follows a lookup since which the store was asked."""
+        if time.monotonic() - self.checked_at >= _OPEN_FOLLOWS_SECONDS:
+            self.num_unopened = 0
+        if not self.num_unopened:
+            return False
+        self.num_unopened -= 1
+        return True
 
 
 class InodeTable:
@@ -282,6 +315,7 @@ class InodeTable:
             inode = self.known(ino)
             if inode is not None:
                 inode.lookup_count = max(0, inode.lookup_count - num_lookups)
+                inode.num_unopened = min(inode.num_unopened, inode.lookup_count)
                 if inode.lookup_count or is_used(inode):
                     continue
                 self.drop(inode)

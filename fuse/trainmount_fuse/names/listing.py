@@ -178,8 +178,9 @@ class Listing:
             except OSError:
                 # Given up since: nothing is known of it.
                 continue
-            # The kernel remembers this one, and may open it without a lookup.
-            inode.is_fresh_for_open = False
+            if inode.is_looked_up:
+                # Programs open it, and one without a lookup would take what another has found out.
+                attributes = core.looked_up_for_each_open(attributes)
             try:
                 yield DirEntry(entry.name.encode(), attributes, position)
             except GeneratorExit:

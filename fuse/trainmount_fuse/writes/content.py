@@ -32,13 +32,6 @@ __all__ = ["Content"]
 
 log = logging.getLogger(__name__)
 
-_FRESH_SECONDS: Final = 1.0
-"""What a lookup or a first open has just asked the store counts for the open that follows at once.
-"""
-
-_SECOND_TRY_SECONDS: Final = 1.0
-"""The kernel looks a name up again and opens again at once; longer means another open."""
-
 _KEPT_BYTES: Final = 64 * MIB
 """Open files up to this size are fetched whole when their name goes away."""
 
@@ -68,7 +61,7 @@ class Content:
             core.require_writable()
         while True:
             if core.unsent(inode) is None:
-                await self._validate(inode, truncates=truncates)
+                await self._validate(inode, flags)
             if not core.handles.is_open(inode.ino):
                 await self._reading.settle(inode.ino)
                 await self._drop_doubtful(inode)
@@ -263,30 +256,29 @@ class Content:
             core.staging.withdraw(staged)
             await core.workers.call(core.staging.discard, staged)
 
-    async def _validate(self, inode: Inode, *, truncates: bool) -> None:
+    async def _validate(self, inode: Inode, flags: int) -> None:
         core = self._core
+        is_asked = inode.take_lookup() and inode.stat is not None
         if inode.link is not Link.LINKED:
-            raise OSError(errno.ESTALE, "the name has another file now")
-        now = time.monotonic()
-        is_asked = inode.is_fresh_for_open or now < inode.reopen_until
-        inode.is_fresh_for_open = False
-        if is_asked and inode.stat is not None and now - inode.checked_at < _FRESH_SECONDS:
-            current = inode
-        else:
+            is_reader = flags & os.O_ACCMODE == os.O_RDONLY
+            if inode.link is Link.REPLACED and is_asked and is_reader and core.is_reopening:
+                # Another program has found the next version since. A second try gets the one that
+                # it looked up, as if it had been first.
+                return
+            raise core.look_up_again("the name has another file now")
+        current = inode
+        if not is_asked:
             try:
                 current = await core.refresh(inode, core.settings.open_timeout_seconds)
             except FileNotFoundError as error:
                 # Looked up again, the name is missing, and with O_CREAT it is made.
-                raise OSError(errno.ESTALE, "the name has gone since it was looked up") from error
+                raise core.look_up_again("the name has gone since it was looked up") from error
         if core.unsent(current) is not None and current is inode:
             return
         is_known = current.stat is not None and current.told == current.stat.version
         # A size that the kernel has wrong does not matter to who cuts the file to nothing.
-        if current is inode and (is_known or truncates):
-            inode.reopen_until = 0.0
-            return
-        current.reopen_until = time.monotonic() + _SECOND_TRY_SECONDS
-        raise OSError(errno.ESTALE, "the file has changed since it was looked up")
+        if current is not inode or not (is_known or flags & os.O_TRUNC):
+            raise core.look_up_again("the file has changed since it was looked up")
 
     async def _truncate(self, inode: Inode, size: int) -> None:
         is_here = self._core.staged(inode) is not None
