@@ -38,6 +38,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -54,6 +55,7 @@ from trainmount_csi.mounts import LinuxMounter
 from trainmount_csi.node import NodeService
 from trainmount_csi.registration import RegistrationService
 from trainmount_csi.server import EndpointError, Server, socket_path
+from trainmount_files.wording import OneLineParser, printable
 from trainmount_fuse.logs import configure_logging
 
 __all__ = ["main"]
@@ -62,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ROOT: Final = f"/var/lib/kubelet/plugins/{DRIVER_NAME}"
 DEFAULT_REGISTRATION: Final = f"/var/lib/kubelet/plugins_registry/{DRIVER_NAME}-reg.sock"
+
+_QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 
 GRACE_SECONDS: Final = 20.0
 """For calls in progress at the end; the kubelet repeats what is cut off."""
@@ -83,12 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _serve(options)
     except (UsageError, EndpointError) as error:
-        print(f"trainmount-csi: {error}", file=sys.stderr)
+        print(f"trainmount-csi: {printable(str(error))}", file=sys.stderr)
         return EXIT_USAGE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="trainmount-csi", description="CSI driver for volumes: csi.trainmount.dev"
     )
     add = parser.add_argument
@@ -102,12 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--daemons", choices=("pod", "process"), default="pod", help="what serves a mount")
     add("--controller", action="store_true", help="serve the Controller alone, on no node")
     add("--image", default="", help="image of mount pods: the driver's own")
-    add("--image-pull-policy", default="IfNotPresent", help="of mount pods")
+    policies = ("Always", "IfNotPresent", "Never")
+    add("--image-pull-policy", choices=policies, default="IfNotPresent", help="of mount pods")
     add("--image-pull-secret", action="append", default=[], help="of mount pods; may be repeated")
     add("--namespace", default=os.environ.get("POD_NAMESPACE", ""), help="namespace of mount pods")
     add("--mount-pod-priority-class", default="system-node-critical", help="empty for none")
     for kind in ("cpu-request", "memory-request", "cpu-limit", "memory-limit"):
-        add(f"--mount-pod-{kind}", default="", help="of mount pods; none by default")
+        text = "of mount pods; none by default"
+        add(f"--mount-pod-{kind}", type=_quantity, default="", help=text)
     add(
         "--registration-socket",
         default="",
@@ -119,11 +125,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _quantity(text: str) -> str:
+    if text and _QUANTITY.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a quantity; write 250m or 256Mi")
+    return text
+
+
 def _serve(options: argparse.Namespace) -> int:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: stopped.set())
-    path = socket_path(options.endpoint)
+    path = socket_path("--endpoint", options.endpoint)
+    kubelet_path = path
+    if options.kubelet_endpoint:
+        kubelet_path = socket_path("--kubelet-endpoint", options.kubelet_endpoint)
+    registration_path = _registration_path(options)
     services: dict[str, object] = {"csi.v1.Identity": IdentityService()}
     daemons: Daemons | None = None
     on_node_directories = options.daemons == "process"
@@ -132,22 +148,17 @@ def _serve(options: argparse.Namespace) -> int:
     if not options.controller:
         mounter = LinuxMounter()
         launcher = ProcessLauncher() if on_node_directories else _pod_launcher(options)
-        options.root.mkdir(mode=0o711, parents=True, exist_ok=True)
+        _make_root(options.root)
         daemons = Daemons(options.root, launcher, mounter)
         # Before anybody can call: a mount that is not known yet would be made a second time.
         daemons.start()
         services["csi.v1.Node"] = NodeService(options.node_id, daemons, mounter)
     servers = [Server(path, services)]
     refused = None
-    registration_path = options.registration_socket or (
-        "" if on_node_directories else DEFAULT_REGISTRATION
-    )
-    if registration_path and not options.controller:
-        registration = RegistrationService(Path(options.kubelet_endpoint or path))
+    if registration_path is not None and not options.controller:
+        registration = RegistrationService(kubelet_path)
         refused = registration.refused
-        servers.append(
-            Server(Path(registration_path), {"pluginregistration.Registration": registration})
-        )
+        servers.append(Server(registration_path, {"pluginregistration.Registration": registration}))
     try:
         for server in servers:
             server.start()
@@ -163,6 +174,22 @@ def _serve(options: argparse.Namespace) -> int:
             daemons.close()
         if launcher is not None:
             launcher.close()
+
+
+def _registration_path(options: argparse.Namespace) -> Path | None:
+    text = options.registration_socket
+    if not text:
+        text = "" if options.daemons == "process" else DEFAULT_REGISTRATION
+    return socket_path("--registration-socket", text) if text else None
+
+
+def _make_root(root: Path) -> None:
+    try:
+        root.mkdir(mode=0o711, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--root {root}: {error.strerror}; name a folder that this process may make or write"
+        ) from error
 
 
 def _pod_launcher(options: argparse.Namespace) -> Launcher:

@@ -10,6 +10,7 @@ a pod that ended is replaced by a new one, which takes the mount over.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -235,10 +236,15 @@ def connect() -> client.CoreV1Api:
     try:
         in_cluster()
     except ConfigException:
+        file = os.environ.get("KUBECONFIG") or "~/.kube/config"
         try:
-            by_file()
-        except ConfigException as error:
-            raise ConnectionError(f"no way to the API server: {error}") from error
+            by_file(config_file=file)
+        except Exception as error:
+            # Whatever a malformed file makes the client stumble over: it checks little itself.
+            problem = " ".join(str(error).split()) or type(error).__name__
+            raise ConnectionError(
+                f"no way to the API server: not in a pod, and kubeconfig {file}: {problem}"
+            ) from error
     return client.CoreV1Api()
 
 

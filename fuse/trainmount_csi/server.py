@@ -4,6 +4,7 @@ by main."""
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from trainmount_csi.wire import csi_pb2_grpc, registration_pb2_grpc
 __all__ = ["EndpointError", "Server", "socket_path"]
 
 logger = logging.getLogger(__name__)
+
+_MAX_PATH_BYTES: Final = 107
+"""Of a Unix socket, on Linux."""
 
 MAX_THREADS: Final = 64
 """A publish may wait for a daemon for a minute and more; other pods' calls must not wait behind it.
@@ -73,11 +77,19 @@ class Server:
         self._path.unlink(missing_ok=True)
 
 
-def socket_path(endpoint: str) -> Path:
-    """The path of an endpoint `unix:///path` or `/path`. Raises EndpointError for anything else."""
+def socket_path(option: str, endpoint: str) -> Path:
+    """The path of an endpoint `unix:///path` or `/path` that was given as this option.
+
+    Raises:
+        EndpointError: it is anything else, or longer than a socket's path may be.
+    """
     path = endpoint.removeprefix("unix://")
     if not path.startswith("/"):
-        raise EndpointError(f"endpoint must be unix:///path of a socket, got {endpoint!r}")
+        raise EndpointError(f"{option} must be unix:///path of a socket, got {endpoint!r}")
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise EndpointError(
+            f"{option} must be a path of at most {_MAX_PATH_BYTES} bytes, got {endpoint!r}"
+        )
     return Path(path)
 
 

@@ -17,7 +17,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         line = printable(f"{message}; see {self.prog} --help")
-        self.exit(2, f"trainmount: {line}\n")
+        self.exit(2, f"{self.prog.partition(' ')[0]}: {line}\n")
 
 
 def files_text(count: int) -> str:

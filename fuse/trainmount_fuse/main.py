@@ -50,17 +50,17 @@ MOUNTED: Final = b"mounted"
 """What the process in the background tells the one in front."""
 
 
-def main(arguments: Sequence[str] | None = None, *, program: str = "trainmount-fuse") -> int:
-    """Run one command; its exit code. `program` is what usage lines call it."""
-    options = _parser(program).parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    options = _parser().parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     configure_logging(verbose=options.verbose, log_format=options.log_format)
     result: int = options.run(options)
     return result
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
-    parser = OneLineParser(prog=program, description="Mount a volume as a directory.")
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="trainmount", description="Mount a volume as a directory.")
     add_log_options(parser, has_defaults=True)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_mount(commands.add_parser("mount", help="mount a volume at a directory"))

@@ -29,4 +29,4 @@ def unmount(context: typer.Context) -> None:
 def _hand_on(command: str, context: typer.Context) -> NoReturn:
     from trainmount_fuse.main import main
 
-    raise typer.Exit(main([command, *context.args], program="trainmount"))
+    raise typer.Exit(main([command, *context.args]))

@@ -15,6 +15,7 @@ ClusterError                 a request was answered with an error
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import quote
@@ -204,7 +205,7 @@ def connect() -> Cluster:
     """The cluster this process runs in, otherwise the current context of the kubeconfig.
 
     Raises:
-        kubernetes.config.ConfigException: neither is there; the message names the file.
+        kubernetes.config.ConfigException: neither can be used; the message names the file.
     """
     configuration = client.Configuration()
     load_in_cluster: Any = config.load_incluster_config  # untyped in the client
@@ -212,7 +213,15 @@ def connect() -> Cluster:
     try:
         load_in_cluster(client_configuration=configuration)
     except config.ConfigException:
-        load_file(client_configuration=configuration)
+        file = os.environ.get("KUBECONFIG") or "~/.kube/config"
+        try:
+            load_file(config_file=file, client_configuration=configuration)
+        except Exception as error:
+            # Whatever a malformed file makes the client stumble over: it checks little itself.
+            problem = " ".join(str(error).split()) or type(error).__name__
+            raise config.ConfigException(
+                f"not in a pod, and kubeconfig {file}: {problem}"
+            ) from error
     return Cluster(configuration)
 
 

@@ -16,14 +16,17 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final
 
 from kubernetes.config import ConfigException
 
+from trainmount_files.wording import OneLineParser, printable
 from trainmount_operator.children import AttemptOptions
 from trainmount_operator.cluster import Cluster, ClusterError, connect
 from trainmount_operator.plan import Policy
@@ -36,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_IMAGE: Final = "localhost/trainmount-runtime:0.1.0"
 EXIT_CLUSTER: Final = 1
+
+_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_IMAGE: Final = re.compile(r"[^\s-]\S*")
+_LIVENESS: Final = re.compile(r"http://[^/:\s]+:[0-9]{1,5}/\S*")
 
 # Fields that every log record has; the others are what the caller passed as `extra`.
 _PLAIN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
@@ -59,16 +66,19 @@ class _JsonFormatter(logging.Formatter):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Watch and reconcile until SIGTERM or SIGINT; the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    _check(parser, options)
     _configure_logging(verbose=options.verbose)
     try:
         cluster = connect()
         cluster.check_kind(API_VERSION, PLURAL)
     except ConfigException as error:
-        print(f"trainmount-operator: no cluster: {error}", file=sys.stderr)
+        message = printable(f"no cluster: {error}; set KUBECONFIG to a file that names one")
+        print(f"trainmount-operator: {message}", file=sys.stderr)
         return EXIT_CLUSTER
     except ClusterError as error:
-        print(f"trainmount-operator: {error}", file=sys.stderr)
+        print(f"trainmount-operator: {printable(str(error))}", file=sys.stderr)
         return EXIT_CLUSTER
     return asyncio.run(_serve(cluster, options))
 
@@ -104,7 +114,7 @@ async def _serve(cluster: Cluster, options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="trainmount-operator",
         description="Runs TrainingJobs. Every option can be set by its environment variable too.",
     )
@@ -129,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         variable = f"{name.replace('-', '_').upper()}_SECONDS"
         parser.add_argument(
             f"--{name}",
-            type=_seconds,
+            type=partial(_seconds, variable=f"TRAINMOUNT_{variable}"),
             metavar="SECONDS",
             default=_environment(variable, str(default)),
             help=f"{text} (TRAINMOUNT_{variable}, {default})",
@@ -147,11 +157,31 @@ def _environment(name: str, default: str) -> str:
     return os.environ.get(f"TRAINMOUNT_{name}") or default
 
 
-def _seconds(text: str) -> int:
-    value = int(text) if text.isdigit() else -1
+def _seconds(text: str, variable: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else -1
     if value < 0 or value > 86400:
-        raise argparse.ArgumentTypeError(f"must be seconds between 0 and 86400, got {text!r}")
+        origin = f" from {variable}" if os.environ.get(variable) == text else ""
+        raise argparse.ArgumentTypeError(
+            f"must be seconds between 0 and 86400, got {text!r}{origin}"
+        )
     return value
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """What comes from an argument or a variable alike: else nothing is watched or run, unseen."""
+    for name in options.namespace:
+        if _LABEL.fullmatch(name) is None:
+            parser.error(f"--namespace (TRAINMOUNT_NAMESPACES) {name!r} is not a namespace's name")
+    if _IMAGE.fullmatch(options.default_image) is None:
+        parser.error(
+            f"--default-image (TRAINMOUNT_DEFAULT_IMAGE) {options.default_image!r} is not an "
+            "image's name"
+        )
+    if options.liveness and _LIVENESS.fullmatch(options.liveness) is None:
+        parser.error(
+            f"--liveness (TRAINMOUNT_LIVENESS) {options.liveness!r} is not the URL of a port here; "
+            "write http://0.0.0.0:8080/healthz"
+        )
 
 
 def _configure_logging(*, verbose: bool) -> None:

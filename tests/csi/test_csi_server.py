@@ -121,8 +121,8 @@ def test_the_kubelet_learns_who_the_driver_is_and_the_driver_whether_it_is_taken
 
 
 def test_an_endpoint_is_a_path() -> None:
-    assert socket_path("unix:///a/csi.sock") == Path("/a/csi.sock")
-    assert socket_path("/a/csi.sock") == Path("/a/csi.sock")
+    assert socket_path("--endpoint", "unix:///a/csi.sock") == Path("/a/csi.sock")
+    assert socket_path("--endpoint", "/a/csi.sock") == Path("/a/csi.sock")
     for text in ("tcp://127.0.0.1:1", "unix://csi.sock", ""):
-        with pytest.raises(EndpointError, match="must be unix:///path"):
-            socket_path(text)
+        with pytest.raises(EndpointError, match=r"^--endpoint must be unix:///path"):
+            socket_path("--endpoint", text)
