@@ -20,7 +20,7 @@ from typing import Final
 
 from trainmount_csi.credentials import Credentials
 from trainmount_csi.errors import InvalidArgument
-from trainmount_csi.volume_context import MountFlags, VolumeContext
+from trainmount_csi.volume_context import KEY_OF_SETTING, MountFlags, VolumeContext
 from trainmount_fuse.settings import MountSettings, SettingsError
 
 __all__ = ["DaemonFolder", "DaemonSpec", "daemon_folders", "daemon_id_of"]
@@ -151,7 +151,10 @@ class DaemonSpec:
         try:
             return MountSettings.from_mapping(values)
         except SettingsError as error:
-            raise InvalidArgument(f"volumeAttributes: {error}") from error
+            key = KEY_OF_SETTING.get(error.name)
+            raise InvalidArgument(
+                f"volumeAttributes.{key} {error.reason}" if key else f"volumeAttributes: {error}"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

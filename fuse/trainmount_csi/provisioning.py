@@ -87,7 +87,10 @@ def create(volume: Volume, name: str, capacity: Capacity) -> None:
         volume.put(_record_path(name), json.dumps(record).encode())
     size = record.get("required_bytes", 0)
     if size < capacity.required_bytes or 0 < capacity.limit_bytes < size:
-        raise AlreadyExists(f"volume {name} exists with {size} bytes")
+        raise AlreadyExists(
+            f"volume {name} exists with {size} bytes, and {capacity.required_bytes} to "
+            f"{capacity.limit_bytes or 'any number'} are asked for; ask for its size or delete it"
+        )
     volume.make_directory(name)
 
 

@@ -16,6 +16,7 @@ from trainmount_csi.errors import InvalidArgument
 
 __all__ = [
     "EPHEMERAL",
+    "KEY_OF_SETTING",
     "POD_NAME",
     "POD_NAMESPACE",
     "POD_UID",
@@ -53,6 +54,22 @@ _OURS: Final = (
     FILE_MODE,
     DIRECTORY_MODE,
 )
+
+KEY_OF_SETTING: Final = {
+    "cache_size_bytes": CACHE_SIZE,
+    "block_size_bytes": BLOCK_SIZE,
+    "memory_bytes": MEMORY,
+    "entry_timeout_seconds": METADATA_TIMEOUT,
+    "attr_timeout_seconds": METADATA_TIMEOUT,
+    "directory_timeout_seconds": METADATA_TIMEOUT,
+    "negative_timeout_seconds": NEGATIVE_TIMEOUT,
+    "open_timeout_seconds": OPEN_TIMEOUT,
+    "uid": UID,
+    "gid": GID,
+    "file_mode": FILE_MODE,
+    "directory_mode": DIRECTORY_MODE,
+}
+"""What a person wrote, by the setting of the mount that it becomes."""
 
 # Added by the kubelet, where the CSIDriver object has podInfoOnMount or tokenRequests.
 POD_NAME: Final = "csi.storage.k8s.io/pod.name"

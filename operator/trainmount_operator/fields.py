@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from trainmount_files.wording import printable
+
 __all__ = ["Fields", "SpecError"]
 
 
@@ -25,7 +27,7 @@ class SpecError(ValueError):
         self.problem = problem
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.problem}"
+        return f"{printable(self.path)}: {self.problem}"
 
 
 class Fields:

@@ -8,6 +8,7 @@ field's path.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -56,10 +57,19 @@ MAXIMUM_COMMAND_BYTES: Final = 100 * 1024
 # A ConfigMap holds 1 MiB in all; the rest is room for its other keys and metadata.
 MAXIMUM_PARAMETERS_BYTES: Final = 512 * 1024
 
-_NAME_PATTERN: Final = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+_LABEL: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_NAME_PATTERN: Final = rf"{_LABEL}(\.{_LABEL})*"
 _NAME_RULE: Final = (
-    "must be lower-case letters, digits, '-' and '.', and start and end with a letter or digit"
+    "must be lower-case letters, digits, '-' and '.', and start and end with a letter or digit, "
+    "also around each '.'"
 )
+_KEY_PATTERN: Final = r"[-._a-zA-Z0-9]+"
+_CONTAINERS_OWN: Final = ("dev", "proc", "sys", "trainmount")
+"""Folders of `/` where a pod of ours has mounts already."""
+
+_LONGEST_TTL_SECONDS: Final = (1 << 31) - 1
+"""What a Job of Kubernetes takes."""
+
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SOURCE: Final = re.compile(r"(dbfs:)?/Volumes/[^/]+(/.*)?|(s3|gs|az|file)://.+")
 
@@ -156,7 +166,9 @@ def _parse_spec(spec: Fields) -> TrainingJobSpec:
         timeout_minutes=spec.integer("timeoutMinutes", minimum=1, maximum=1_000_000),
         grace_seconds=_parse_checkpoint(spec.fields("checkpoint")),
         suspend=spec.boolean("suspend", False),
-        ttl_seconds_after_finished=spec.integer("ttlSecondsAfterFinished", minimum=0),
+        ttl_seconds_after_finished=spec.integer(
+            "ttlSecondsAfterFinished", minimum=0, maximum=_LONGEST_TTL_SECONDS
+        ),
         pod_template=_parse_pod_template(spec.fields("podTemplate")),
     )
     spec.finish()
@@ -244,6 +256,10 @@ def _parse_secrets(spec: Fields) -> dict[str, SecretKey]:
         secret, slash, key = value.partition("/")
         if not slash or not secret or not key or "/" in key:
             raise SpecError(path, f"must be SECRET/KEY, such as databricks/token, got {value!r}")
+        if not re.fullmatch(_NAME_PATTERN, secret):
+            raise SpecError(path, f"the name of the Secret {_NAME_RULE}, got {secret!r}")
+        if not re.fullmatch(_KEY_PATTERN, key):
+            raise SpecError(path, f"the key must be letters, digits, '-', '_' and '.', got {key!r}")
         secrets[name] = SecretKey(name=secret, key=key)
     return secrets
 
@@ -255,6 +271,8 @@ def _parse_env_variables(spec: Fields, secrets: Mapping[str, SecretKey]) -> dict
         _check_variable(name, path)
         if name in secrets:
             raise SpecError(path, "is also set in secrets; remove one of the two")
+        if "\0" in variables[name]:
+            raise SpecError(path, "must not contain a NUL character")
     return variables
 
 
@@ -302,10 +320,12 @@ def _parse_config_map(fields: Fields | None) -> tuple[str | None, list[CodeItem]
         item = Fields(value, f"{fields.at('items')}[{index}]")
         item.required("key")
         item.required("path")
-        key = item.string("key", pattern=r"[-._a-zA-Z0-9]+", rule="must be a ConfigMap key")
+        key = item.string("key", pattern=_KEY_PATTERN, rule="must be a ConfigMap key")
         assert key is not None
         items.append(CodeItem(key=key, path=_relative_path(item.raw("path"), item.at("path"))))
         item.finish()
+        if any(other.path == items[-1].path for other in items[:-1]):
+            raise SpecError(item.at("path"), f"must be unique, {items[-1].path!r} is taken")
     fields.finish()
     return name, items
 
@@ -326,6 +346,7 @@ def _parse_parameters(spec: Fields) -> dict[str, Any] | None:
     parameters = spec.raw("parameters")
     if not isinstance(parameters, dict):
         raise SpecError(spec.at("parameters"), "must be a mapping")
+    _check_parameter(parameters, spec.at("parameters"))
     size = len(environment.parameters_file(parameters).encode())
     if size > MAXIMUM_PARAMETERS_BYTES:
         raise SpecError(
@@ -334,6 +355,26 @@ def _parse_parameters(spec: Fields) -> dict[str, Any] | None:
             "put the file into a volume",
         )
     return parameters
+
+
+def _check_parameter(value: object, path: str) -> None:
+    """A manifest is JSON: it has no dates, and no keys but strings."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise SpecError(path, f"keys must be strings (quote the key), got {key!r}")
+            _check_parameter(inner, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_parameter(inner, f"{path}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise SpecError(path, f"must be a finite number (quote the value), got {value}")
+    elif value is not None and not isinstance(value, (str, bool, int, float)):
+        raise SpecError(
+            path,
+            "must be text, a number, true, false, a list or a mapping (quote the value), got "
+            f"the {type(value).__name__} {value}",
+        )
 
 
 def _parse_volumes(spec: Fields) -> tuple[VolumeMount, ...]:
@@ -348,22 +389,37 @@ def _parse_volumes(spec: Fields) -> tuple[VolumeMount, ...]:
     return tuple(volumes)
 
 
-def _parse_volume(fields: Fields) -> VolumeMount:
+def _mount_path(fields: Fields) -> str:
     fields.required("path")
     path = fields.string(
         "path", pattern=r"/[^:]*[^/:]", rule="must be an absolute path without ':'"
     )
     assert path is not None
-    if ".." in path.split("/"):
+    names = path.split("/")[1:]
+    if ".." in names:
         raise SpecError(fields.at("path"), f"must not contain '..', got {path!r}")
-    claim_name, source = fields.string("claimName"), fields.string("source")
+    if "" in names or "." in names or not path.isprintable():
+        raise SpecError(
+            fields.at("path"), f"must not contain '//', '/./' or control characters, got {path!r}"
+        )
+    if names[0] in _CONTAINERS_OWN:
+        raise SpecError(
+            fields.at("path"), f"must not be /{names[0]} or below it, which is the container's own"
+        )
+    return path
+
+
+def _parse_volume(fields: Fields) -> VolumeMount:
+    path = _mount_path(fields)
+    claim_name = fields.string("claimName", pattern=_NAME_PATTERN, rule=_NAME_RULE)
+    source = fields.string("source")
     secret = None
     if reference := fields.fields("secretRef"):
         reference.required("name")
         secret = reference.string("name", pattern=_NAME_PATTERN, rule=_NAME_RULE)
         reference.finish()
     cache_size = fields.string(
-        "cacheSize", pattern=r"[0-9]+([KMGTP]i|[kMGTP])?", rule="must be a size such as 20Gi"
+        "cacheSize", pattern=r"0*[1-9][0-9]*([KMGTP]i|[kMGTP])?", rule="must be a size such as 20Gi"
     )
     read_only = fields.boolean("readOnly", False)
     fields.finish()
@@ -380,6 +436,8 @@ def _parse_volume(fields: Fields) -> VolumeMount:
             "must start with /Volumes/ or be the URL of a bucket, such as s3://bucket"
             f"{'' if source else '; or give source or claimName'}, got {wanted!r}",
         )
+    if any(name in (".", "..") for name in wanted.split("/")):
+        raise SpecError(fields.at("source"), f"must not contain '.' or '..' names, got {wanted!r}")
     return VolumeMount(
         path=path, source=wanted, secret=secret, read_only=read_only, cache_size=cache_size
     )

@@ -82,12 +82,6 @@ def test_attributes_win_over_mount_options_and_those_over_the_group() -> None:
     assert (chosen.gid, chosen.file_mode, chosen.directory_mode) == (8, 0o600, 0o755)
 
 
-def test_an_option_that_the_mount_refuses_is_named(tmp_path: Path) -> None:
-    odd = spec(VolumeContext(source=CONTEXT.source, block_size_bytes=1000))
-    with pytest.raises(InvalidArgument, match="block_size_bytes must be"):
-        odd.settings(DaemonFolder(tmp_path / odd.daemon_id), "1")
-
-
 def test_a_daemon_is_found_by_the_name_of_its_mount(tmp_path: Path) -> None:
     folder = DaemonFolder(tmp_path / spec().daemon_id)
     assert daemon_id_of(folder.mount_name) == folder.daemon_id
@@ -121,3 +115,21 @@ def test_other_folders_of_the_root_are_not_ours(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     assert list(daemon_folders(tmp_path)) == []
     assert list(daemon_folders(tmp_path / "missing")) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("cacheSize", "1Ki", "volumeAttributes.cacheSize must be at least 1048576, got 1024"),
+        ("memory", "1Mi", "volumeAttributes.memory must be at least 8388608, got 1048576"),
+        ("blockSize", "1000", "volumeAttributes.blockSize must be at least 4096, got 1000"),
+        ("openTimeout", "9" * 400, "volumeAttributes.openTimeout must be "),
+    ],
+)
+def test_a_value_that_the_mount_does_not_take_is_refused_with_its_key(
+    key: str, value: str, said: str, tmp_path: Path
+) -> None:
+    context = VolumeContext.parse({"source": "/Volumes/a/b/c", key: value})
+    with pytest.raises(InvalidArgument) as raised:
+        spec(context).settings(DaemonFolder(tmp_path), "1")
+    assert str(raised.value).startswith(said)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import pytest
 
 from trainmount_operator import environment
 from trainmount_operator.spec import SpecError, manifest_of, parse_job
+
+TWICE = {"key": "a", "path": "x.py"}
 
 
 def manifest(**spec: Any) -> dict[str, Any]:
@@ -125,6 +128,78 @@ def test_a_volume_defaults_to_its_own_path_as_the_source() -> None:
         (
             {"envVariables": {"A": 1}},
             "spec.envVariables.A: must be a string (quote the value), got the number 1",
+        ),
+        (
+            {"secrets": {"TOKEN": "Databricks/token"}},
+            (
+                "spec.secrets.TOKEN: the name of the Secret must be lower-case letters, digits, "
+                "'-' and '.', and start and end with a letter or digit, also around each '.', got "
+                "'Databricks'"
+            ),
+        ),
+        (
+            {"secrets": {"TOKEN": "databricks/to ken"}},
+            ("spec.secrets.TOKEN: the key must be letters, digits, '-', '_' and '.', got 'to ken'"),
+        ),
+        (
+            {"envVariables": {"A": "1\0"}},
+            "spec.envVariables.A: must not contain a NUL character",
+        ),
+        (
+            {"envVariables": {"A\nB": "1"}},
+            (
+                "spec.envVariables.A\\nB: must be a variable name: letters, digits and '_', no "
+                "leading digit"
+            ),
+        ),
+        (
+            {"parameters": {"data": {"from": date(2026, 1, 2)}}},
+            (
+                "spec.parameters.data.from: must be text, a number, true, false, a list or a "
+                "mapping (quote the value), got the date 2026-01-02"
+            ),
+        ),
+        (
+            {"parameters": {"rates": [0.1, float("inf")]}},
+            "spec.parameters.rates[1]: must be a finite number (quote the value), got inf",
+        ),
+        (
+            {"parameters": {"steps": {30: 0.1}}},
+            "spec.parameters.steps: keys must be strings (quote the key), got 30",
+        ),
+        (
+            {"ttlSecondsAfterFinished": 1 << 31},
+            "spec.ttlSecondsAfterFinished: must be at most 2147483647, got 2147483648",
+        ),
+        (
+            {"codeSource": {"configMap": {"name": "c", "items": [TWICE, TWICE]}}},
+            "spec.codeSource.configMap.items[1].path: must be unique, 'x.py' is taken",
+        ),
+        (
+            {"volumes": [{"path": "/data//x", "source": "s3://b"}]},
+            (
+                "spec.volumes[0].path: must not contain '//', '/./' or control characters, got "
+                "'/data//x'"
+            ),
+        ),
+        (
+            {"volumes": [{"path": "/proc/x", "source": "s3://b"}]},
+            ("spec.volumes[0].path: must not be /proc or below it, which is the container's own"),
+        ),
+        (
+            {"volumes": [{"path": "/data", "source": "/Volumes/a/b/../c"}]},
+            ("spec.volumes[0].source: must not contain '.' or '..' names, got '/Volumes/a/b/../c'"),
+        ),
+        (
+            {"volumes": [{"path": "/Volumes/a/b/c", "cacheSize": "0"}]},
+            "spec.volumes[0].cacheSize: must be a size such as 20Gi, got '0'",
+        ),
+        (
+            {"volumes": [{"path": "/data", "claimName": "my claim"}]},
+            (
+                "spec.volumes[0].claimName: must be lower-case letters, digits, '-' and '.', and "
+                "start and end with a letter or digit, also around each '.', got 'my claim'"
+            ),
         ),
         (
             {"volumes": [{"path": "data"}]},
