@@ -187,6 +187,24 @@ def test_steps_may_be_numbers_of_numpy_and_torch_but_no_fractions(root: Path) ->
     assert sorted((root / "saved").iterdir()) == before
 
 
+def test_modules_without_values_are_no_hindrance(tmp_path: Path) -> None:
+    model, counts = nn.Linear(2, 2), nn.Module()
+    counts.register_buffer("seen", torch.tensor(7))
+    state = {"model": model, "loss": nn.CrossEntropyLoss(), "counts": counts}
+    checkpoints = Checkpointer(tmp_path, state=state, on_sigterm=False)
+    weights = model.weight.tolist()
+    checkpoints.save(1)
+    nn.init.zeros_(model.weight)
+    counts.seen.zero_()  # type: ignore[operator]
+    assert checkpoints.resume() is not None
+    assert (model.weight.tolist(), counts.seen.item()) == (weights, 7)  # type: ignore[operator]
+    alone = Checkpointer(tmp_path / "alone", state={"loss": nn.MSELoss()}, on_sigterm=False)
+    alone.save(2)
+    resumed = alone.resume()
+    assert resumed is not None
+    assert resumed.step == 2
+
+
 def test_a_program_that_changes_its_directory_saves_where_it_saved_before(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,13 +45,17 @@ class JobState:
             raise TypeError(
                 f"loader must be a trainmount.data.DataLoader, got {type(loader).__name__}"
             )
-        self._models = {name: one for name, one in state.items() if isinstance(one, nn.Module)}
+        self._models = {
+            name: one
+            for name, one in state.items()
+            if isinstance(one, nn.Module) and _has_values(one)
+        }
         self._optimizers = {
             name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)
         }
         self._objects: dict[str, Stateful] = {}
         for name, one in state.items():
-            if name in self._models or name in self._optimizers:
+            if isinstance(one, nn.Module | torch.optim.Optimizer):
                 continue
             if not isinstance(one, Stateful):
                 raise TypeError(
@@ -186,6 +190,13 @@ class JobState:
     def _randomness_key(self, record: CommitRecord) -> str:
         rank, _ = grid_of_process()
         return f"{_RANDOMNESS}{rank if rank < record.world_size else 0}"
+
+
+def _has_values(model: nn.Module) -> bool:
+    """Whether there is anything to save. Of a loss, say, there is not, and torch would ask for a
+    process group.
+    """
+    return next(model.parameters(), None) is not None or bool(model.state_dict())
 
 
 def _skipped_by(loader: DataLoader | None) -> Skipped:
