@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import inspect
 import json
 import logging
+import os
 import resource
 import signal
 import tracemalloc
@@ -338,6 +340,24 @@ def test_a_load_puts_values_into_another_dtype(tmp_path: Path) -> None:
     found = {"weights": torch.zeros(300, 500, dtype=torch.float64)}
     dcp.load(found, storage_reader=UCVolumeReader(tmp_path))
     assert torch.equal(found["weights"], torch.ones(300, 500, dtype=torch.float64))
+
+
+def test_what_the_system_says_of_a_file_is_told_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / save(tmp_path)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "write", fail)
+        with pytest.raises(CheckpointException, match=r"Input/output error: '.*/r00000-000.bin'"):
+            save(tmp_path)
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match=r"Input/output error: '.*/commit.json'") as told:
+        list(inspect_generations(DirectoryStore(tmp_path)))
+    assert told.value.filename == str(saved / "commit.json")
 
 
 def test_a_checkpoint_of_more_files_than_a_process_may_open_is_loaded(tmp_path: Path) -> None:

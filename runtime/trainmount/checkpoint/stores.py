@@ -171,10 +171,11 @@ class DirectoryStore:
             finally:
                 # A mount says here what became of the file.
                 os.close(descriptor)
-        except BaseException:
+        except BaseException as error:
             # The generation will never be committed, and a later save removes it.
             with contextlib.suppress(OSError):
                 path.unlink()
+            _name(error, path)
             raise
 
     def publish(self, name: str, data: bytes) -> None:
@@ -253,7 +254,11 @@ class _LocalFile:
         while target:
             if stop.is_set():
                 raise GivenUp(f"{self._path}: the load was given up")
-            count = os.preadv(self._descriptor, [target], offset)
+            try:
+                count = os.preadv(self._descriptor, [target], offset)
+            except OSError as error:
+                _name(error, self._path)
+                raise
             if count == 0:
                 raise DamagedCheckpoint(f"{self._path} ends at byte {offset}, {end} are recorded")
             target = target[count:]
@@ -284,6 +289,12 @@ def read_bytes(store: CheckpointStore, name: str, length: int) -> bytearray:
     finally:
         file.close()
     return data
+
+
+def _name(error: BaseException, path: Path) -> None:
+    """Let an error of the system say which file: of a descriptor's it does not know."""
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = str(path)
 
 
 def _write_all(descriptor: int, piece: memoryview, stop: threading.Event) -> None:
