@@ -83,6 +83,14 @@ def test_a_daemon_that_is_to_end_gets_less_patience_and_never_more():
         assert watchdog.look()
 
 
+def test_a_daemon_whose_mount_does_not_end_after_all_gets_all_its_patience_back():
+    watchdog = Watchdog(60.0)
+    watchdog.hurry()
+    watchdog.calm()
+    assert [watchdog.look() for _ in range(60)] == [False] * 60
+    assert watchdog.look()
+
+
 def test_one_late_look_is_no_hang_however_long_it_took():
     # Both sides slept; the daemon's next sign comes within a period again.
     watchdog = Watchdog(0.1)

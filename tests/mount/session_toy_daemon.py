@@ -3,7 +3,7 @@ child runs it.
 
 The root has one file `f` whose every 8-byte word is its own offset, and `slow`, the same with late
 answers. `fault`: `none`; `start` ends before it answers; `read` ends when somebody reads; `hang`
-stands still when somebody reads.
+stands still when somebody reads, `hang-idle` when a file was closed and nobody waits.
 """
 
 from __future__ import annotations
@@ -71,10 +71,8 @@ class ToyFilesystem:
     async def read(self, fh: int, offset: int, size: int) -> bytes:
         if self._fault == "read":
             os._exit(4)
-        if self._fault == "hang" and not Path(self._hung).exists():
-            Path(self._hung).touch()
-            while True:
-                time.sleep(1)
+        if self._fault == "hang":
+            self._stand_still()
         # So that a kill finds requests in flight.
         await trio.sleep(0.3 if fh == 3 else 0.005)
         end = min(offset + size, SIZE)
@@ -84,7 +82,8 @@ class ToyFilesystem:
         return
 
     async def release(self, fh: int) -> None:
-        return
+        if self._fault == "hang-idle":
+            self._stand_still()
 
     async def opendir(self, ino: int) -> int:
         return ino
@@ -98,6 +97,12 @@ class ToyFilesystem:
 
     async def releasedir(self, fh: int) -> None:
         return
+
+    def _stand_still(self) -> None:
+        if not Path(self._hung).exists():
+            Path(self._hung).touch()
+            while True:
+                time.sleep(1)
 
     async def statfs(self) -> StatFs:
         return StatFs(4096, 1 << 20, 1 << 20, 1 << 20, 1 << 20, 255)

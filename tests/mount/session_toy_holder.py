@@ -6,7 +6,7 @@ tests of the session.
 With FAULT `no-takeover` the daemon is the real one, on a kernel that repeats no request; with
 `impatient` it is session_impatient_daemon.py; with `attentive` the real one, missed after two
 seconds; with `hasty` the real one, which counts a silent store as away after half a second; with
-`stuck` one that hangs and is missed late, unless the mount ends.
+`stuck` or `stuck-idle` one that hangs and is missed late, unless the mount ends.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if __name__ == "__main__":
         changed["serve"] = serve_impatiently
     elif fault == "hasty":
         daemon.STORE_PATIENCE_SECONDS = 0.5  # type: ignore[misc]
-    elif fault == "stuck":
+    elif fault in ("stuck", "stuck-idle"):
         watchdog.HURRIED_SECONDS = 2.0  # type: ignore[misc]
-        changed["serve"] = functools.partial(serve_toy, "hang")
+        changed["serve"] = functools.partial(serve_toy, fault.replace("stuck", "hang"))
     elif fault not in ("no-takeover", "attentive"):
         changed["serve"] = functools.partial(serve_toy, fault)
     supervisor.SupervisorOptions = functools.partial(  # type: ignore[assignment, misc]

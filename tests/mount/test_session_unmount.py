@@ -17,7 +17,7 @@ import pytest
 
 from trainmount_fuse.session.cli import kill_holder
 from trainmount_fuse.session.commands import CommandError, ask_holder
-from trainmount_fuse.session.mounting import find_mount
+from trainmount_fuse.session.mounting import find_mount, unmount
 from trainmount_fuse.session.registry import find_record, list_records
 from trainmount_fuse.session.wire import connect
 
@@ -236,6 +236,26 @@ def test_a_daemon_that_hangs_at_the_end_is_not_waited_for_as_long_as_one_that_se
     assert mount.process.wait(60) == 0
     assert "the daemon hangs and is killed" in mount.log
     assert "its successor takes over" not in mount.log
+    assert not mount.is_mounted()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_unmount_does_not_wait_long_for_a_daemon_that_hangs(
+    start_mount, tmp_path, wait_until, by_hand
+):
+    hung = tmp_path / "hung"
+    mount = start_mount(
+        f"file://{tmp_path}/mnt.files", toy="stuck-idle", environment={"TOY_HUNG": str(hung)}
+    )
+    (mount.mountpoint / "f").open("rb").close()
+    wait_until(hung.exists, "the hang")
+    if by_hand:
+        unmount(mount.mountpoint)
+    else:
+        done = _unmount(mount.mountpoint)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert mount.process.wait(60) == 0
+    assert "the daemon hangs and is killed" in mount.log
     assert not mount.is_mounted()
 
 

@@ -42,6 +42,7 @@ from trainmount_fuse.session.mounting import (
     check_device,
     check_mountpoint,
     find_mount,
+    is_over,
     mount_fuse,
     read_ahead_kib,
     set_read_ahead,
@@ -310,6 +311,8 @@ class _Holder:
                     "served until they end",
                     extra={"end_it_with": f"kill {os.getpid()}"},
                 )
+        if self._is_name_gone and is_over(self._connection):
+            self._supervisor.watchdog.hurry()
 
     # Commands.
 
@@ -323,6 +326,7 @@ class _Holder:
         elif wanted == "unmount":
             if self._supervisor.daemon is not None:
                 self._supervisor.daemon.wake()
+            self._supervisor.watchdog.hurry()
             # In a thread, because it waits for the daemon to take what the kernel still has.
             threading.Thread(
                 target=self._try_unmount, args=(client,), name="unmount", daemon=True
@@ -355,6 +359,8 @@ class _Holder:
             unmount(self._connection.mountpoint)
         except MountError as error:
             self._waiting.remove(client)
+            if not self._waiting:
+                self._supervisor.watchdog.calm()
             users = describe_users(self._connection.mountpoint)
             give_answer(client, {"error": f"{error}{users}"})
             return

@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import re
+import select
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -239,6 +240,13 @@ def _press_abort_on_a_mount_of_our_own(connection: FuseConnection) -> bool:
             return _press_abort(Path(name), connection)
         finally:
             _libc.umount2(os.fsencode(name), MNT_DETACH)
+
+
+def is_over(connection: FuseConnection) -> bool:
+    """Whether the mount is gone everywhere, so that no program waits for its daemon any more."""
+    poll = select.poll()
+    poll.register(connection.fd, 0)
+    return bool(poll.poll(0))
 
 
 def list_mounts() -> Iterator[MountPoint]:

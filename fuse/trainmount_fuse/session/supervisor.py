@@ -119,7 +119,7 @@ class Supervisor:
         self._can_take_over = offered if options.can_take_over is None else options.can_take_over
         self._answered = handover.role == "successor"
         self._selector = selectors.DefaultSelector()
-        self._watchdog = Watchdog(options.hang_timeout_seconds)
+        self.watchdog = Watchdog(options.hang_timeout_seconds)
         self._daemon = running
         self._trial: _Trial | None = None
         self._is_ready = running is not None
@@ -256,8 +256,8 @@ class Supervisor:
 
     def _look(self) -> None:
         may_end = self._can_take_over or self._is_stopping
-        if self._daemon is not None and may_end and self._watchdog.look():
-            self._watchdog.note_sign()
+        if self._daemon is not None and may_end and self.watchdog.look():
+            self.watchdog.note_sign()
             logger.error("the daemon hangs and is killed", extra={"daemon_pid": self._daemon.pid})
             # Its threads tell where they stand, if they still can; then it goes.
             self._daemon.tell(signal.SIGQUIT)
@@ -284,7 +284,7 @@ class Supervisor:
             logger.info("a daemon ended before it got the mount")
 
     def _attend(self, daemon: DaemonProcess) -> None:
-        self._watchdog.note_sign()
+        self.watchdog.note_sign()
         self.watch(daemon.control, self._heed_daemon)
         self.watch(daemon.pidfd, self._daemon_ended)
 
@@ -298,7 +298,7 @@ class Supervisor:
             # Its death is told by the process itself.
             self.unwatch(self._daemon.control)
             return
-        self._watchdog.note_sign()
+        self.watchdog.note_sign()
         if message.get("state") == "ready":
             self._is_ready = self._answered = True
             self._budget.note_ready()
@@ -465,7 +465,7 @@ class Supervisor:
         if not self._is_stopping:
             self._is_stopping = True
             logger.info("stopping")
-            self._watchdog.hurry()
+            self.watchdog.hurry()
             if self._daemon is not None:
                 self._daemon.wake()
             self._kill_at = time.monotonic() + self._options.stop_timeout_seconds

@@ -25,12 +25,16 @@ class Watchdog:
 
     def __init__(self, limit_seconds: float) -> None:
         """`limit_seconds` without a sign are a hang; a whole number of looks."""
-        self._limit = _looks_in(limit_seconds)
+        self._limit = self._usual_limit = _looks_in(limit_seconds)
         self._num_missed = 0
 
     def hurry(self) -> None:
-        """The mount ends: from now on HURRIED_SECONDS at most."""
+        """The mount is to end: from now on HURRIED_SECONDS at most."""
         self._limit = min(self._limit, _looks_in(HURRIED_SECONDS))
+
+    def calm(self) -> None:
+        """It does not end after all."""
+        self._limit = self._usual_limit
 
     def note_sign(self) -> None:
         """The daemon lives, or is a new one."""
