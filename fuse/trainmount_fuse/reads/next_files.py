@@ -4,8 +4,8 @@ Programs read directories in the order of their names, or of a listing, which in
 same; several processes take turns, so the order is only roughly kept. What was guessed and then
 read lets more be guessed; a file that is read although others were guessed lets less. Programs also
 read every file of a directory in an order that they drew: where a good part of one was read like
-that, the others are guessed, in any order. Only names that a listing has told are guessed. State of
-the event loop's thread.
+that, or all of it before, the others are guessed, in any order. Only names that a listing has told
+are guessed. State of the event loop's thread.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ _SCATTERED_SHARE: Final = 16
 _MIN_SCATTERED_FILES: Final = 16
 """Who has read one part in so many of a directory here and there, and at least so many files, is
 taken to go through all of it.
+"""
+
+_ROUND_SHARE: Final = 8
+"""Where all but one part in so many of a directory was read, a file that is read again begins the
+next round.
 """
 
 _GUESSED_OF_READ: Final = 2
@@ -90,10 +95,21 @@ class Folder:
     scattered_bytes: int = 0
     scattered_until: int = 0
 
+    was_scattered: bool = False
+    """Whether it was read in no order in the round before."""
+
+    def begin_round(self) -> None:
+        """A program goes through it once more."""
+        self.was_scattered = self.is_scattered
+        self.was_read = bytearray(len(self.names))
+        self.num_read = self.read_bytes = self.num_scattered = self.scattered_until = 0
+
     @property
     def is_scattered(self) -> bool:
         """Whether its files are read in no order, and many of them."""
         enough = max(_MIN_SCATTERED_FILES, len(self.names) // _SCATTERED_SHARE)
+        if self.was_scattered:
+            enough = 1
         return self.num_read >= enough and 2 * self.num_scattered > self.num_read
 
 
@@ -114,6 +130,10 @@ class NextFiles:
         place = None if folder is None else folder.places.get(name)
         if folder is None or place is None:
             return None
+        if folder.was_read[place] and folder.num_read * _ROUND_SHARE >= len(folder.names) * (
+            _ROUND_SHARE - 1
+        ):
+            folder.begin_round()
         if not folder.was_read[place]:
             folder.was_read[place] = 1
             folder.num_read += 1
