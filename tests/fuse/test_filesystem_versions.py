@@ -325,3 +325,25 @@ async def test_a_change_of_a_directory_ends_what_a_dead_daemon_may_have_left_und
     # The same names as before: no repetition, so what is in the way counts.
     assert await world.errno_from(node.rename("b", "c")) == errno.ENOTEMPTY
     assert sorted(await node.entries()) == ["b", "c"]
+
+
+async def test_another_nodes_file_that_stands_there_after_an_upload_is_not_taken_for_what_was_sent(
+    world: Any,
+) -> None:
+    node = await world.node()
+    inner = node.volume.inner
+    theirs = b"theirs" * 5000
+
+    def overtaken(call: Callable[..., FileStat]) -> Callable[..., FileStat]:
+        def store(path: str, *arguments: Any, **options: Any) -> FileStat:
+            call(path, *arguments, **options)
+            (world.remote / path).write_bytes(theirs)
+            return inner.stat(path)
+
+        return store
+
+    for name in ("put", "upload"):
+        setattr(inner, name, overtaken(getattr(inner, name)))
+    await node.write("f", b"mine" * 10_000)
+    assert (await node.stat("f")).size == len(theirs)
+    assert await node.read("f") == theirs

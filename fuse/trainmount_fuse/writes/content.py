@@ -388,8 +388,13 @@ class Content:
         inode.told = inode.cached = stat.version
         # Two nodes do not put large files of one size into one second.
         inode.was_young = core.is_young(stat) and stat.size_bytes <= _MAX_DOUBTED_BYTES
-        core.inodes.save(inode)
         core.metadata.note_present(inode.parent_ino, inode.name, stat)
+        staged = core.staged(inode)
+        if staged is not None and staged.size_bytes != stat.size_bytes:
+            # The store was asked after it had the bytes, and another node's are there by then.
+            inode.told = inode.cached = None
+            core.doubt(inode)
+        core.inodes.save(inode)
 
     async def _finish(self, inode: Inode) -> None:
         """Nobody has the file open: upload what no close has sent, then let the local bytes go."""
@@ -432,6 +437,9 @@ class Content:
         """In a worker thread: what was just uploaded is likely to be read next."""
         core = self._core
         if not 0 < stat.size_bytes <= core.settings.cache_size_bytes // _ADOPTED_SHARE:
+            return
+        if stat.size_bytes != staged.size_bytes:
+            # Another node's file has taken its place.
             return
 
         def fetch(byte_range: ByteRange, buffer: memoryview) -> None:
