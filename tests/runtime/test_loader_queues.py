@@ -91,6 +91,15 @@ def test_after_close_nothing_is_put(messages: PromptQueue) -> None:
         messages.put("small")
 
 
+def test_what_cannot_be_pickled_is_an_error_and_the_next_message_comes(
+    messages: PromptQueue,
+) -> None:
+    with pytest.raises(AttributeError, match="local object"):
+        messages.put(lambda: None)
+    messages.put("next")
+    assert messages.get(timeout=DEADLINE_SECONDS) == "next"
+
+
 def sizes(paths: list[str]) -> torch.Tensor:
     return torch.tensor([Path(path).stat().st_size for path in paths])
 

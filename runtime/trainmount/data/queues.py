@@ -37,18 +37,19 @@ class PromptQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg] # not
 
     # What the library's has, and its types leave out.
     _closed: bool
+    _on_queue_feeder_error: Callable[[Exception, Any], None]
     _sem: Semaphore
     _wlock: Lock
     _writer: Connection
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        """As of the library's queue. Raises ValueError after `close`."""
+        """As of the library's queue. Raises ValueError after `close`, and what pickling raises."""
         try:
             message = ForkingPickler.dumps(obj)
-        except Exception:
-            # The thread finds out too, and does what it was told to do then.
-            super().put(obj, block, timeout)
-            return
+        except Exception as error:
+            # As the thread would: a loader worker ends here, after it has told why.
+            self._on_queue_feeder_error(error, obj)
+            raise
         if self._closed or self._num_given != self._num_written or not self._write(message):
             # Pickled once: tensors in it are shared by then, which takes descriptors.
             self._messages.append(message)
