@@ -184,9 +184,13 @@ def _readers(here: Path) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def _write_files(volume: Path, size: int) -> None:
-    """One for each reader, and another."""
+    """One for each reader, and another. They are old: a store that tells versions by the second
+    could not tell them from others of their size that come within the same one.
+    """
+    before = time.time() - 10
     for number in range(NUM_READERS):
         (volume / f"f{number}").write_bytes(b"\1" * size)
+        os.utime(volume / f"f{number}", (before, before))
     (volume / "other").write_bytes(b"other")
 
 
