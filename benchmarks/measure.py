@@ -202,7 +202,8 @@ def take_turns(
     sides: Mapping[str, Callable[[int], Sample]], repeats: int
 ) -> dict[str, list[Sample]]:
     """Every side once a round, in an order that turns around, so that whatever else the machine
-    does meets all of them.
+    does meets all of them. Nothing of what one side wrote is left for the disk to do meanwhile:
+    the kernel makes writers wait for it once there is enough of it.
 
     A side is called with the number of the round.
     """
@@ -210,6 +211,7 @@ def take_turns(
     for number in range(repeats):
         names = list(sides) if number % 2 == 0 else list(sides)[::-1]
         for name in names:
+            os.sync()
             sample = sides[name](number)
             samples[name].append(sample)
             say(f"  {number + 1}/{repeats} {name}: {sample.seconds:.3f} s{_of_daemon(sample)}")

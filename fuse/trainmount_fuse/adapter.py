@@ -265,11 +265,11 @@ class FuseAdapter(pyfuse3.Operations):  # type: ignore[misc, unused-ignore]
 
 
 class _Answering:
-    """Lets only FUSEError out, and finishes what was begun although the daemon is told to stop.
-    A class: a generator would cost a tenth of a request.
+    """Counts a request and lets only FUSEError out. A class: a generator would cost a tenth of a
+    request.
     """
 
-    __slots__ = ("_began_ns", "_ino_or_fh", "_operation", "_requests", "_shield")
+    __slots__ = ("_began_ns", "_ino_or_fh", "_operation", "_requests")
 
     def __init__(self, requests: RequestCounter, operation: str, ino_or_fh: int) -> None:
         self._requests = requests
@@ -279,9 +279,6 @@ class _Answering:
     def __enter__(self) -> None:
         self._began_ns = time.perf_counter_ns()
         self._requests.num_in_progress += 1
-        # A request that is answered half is lost to its program, so a stop waits for it.
-        self._shield = trio.CancelScope(shield=True)
-        self._shield.__enter__()
 
     def __exit__(
         self,
@@ -289,7 +286,6 @@ class _Answering:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._shield.__exit__(kind, error, trace)
         requests, operation = self._requests, self._operation
         try:
             if isinstance(error, pyfuse3.FUSEError):

@@ -146,25 +146,6 @@ def test_only_what_is_to_change_reaches_the_filesystem():
     assert (changes.size, changes.mode, changes.uid, changes.mtime_ns) == (None, None, None, None)
 
 
-def test_a_request_that_was_begun_is_finished_although_the_daemon_stops():
-    finished = []
-
-    class Slow:
-        async def read(self, fh: int, offset: int, size: int) -> bytes:
-            await trio.lowlevel.checkpoint()
-            await trio.lowlevel.checkpoint()
-            finished.append(fh)
-            return b""
-
-    async def stop_at_once() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(FuseAdapter(Slow()).read, 3, 0, 1)
-            nursery.cancel_scope.cancel()
-
-    trio.run(stop_at_once)
-    assert finished == [3]
-
-
 def test_a_request_that_is_taken_back_while_it_is_read_does_not_end_the_session(monkeypatch):
     runs = []
 

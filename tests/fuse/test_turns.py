@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -158,6 +159,92 @@ def test_who_waits_for_a_request_is_woken_by_it_and_by_the_end_of_the_mount(
 
     trio.run(main)
     assert heard == ["request", "closed"]
+
+
+class _Session:
+    """Reads requests from a socket as pyfuse3's tasks do, and takes until `may_go_on` for each."""
+
+    def __init__(self, fd: int) -> None:
+        self.turn = Turn()
+        self.library = Library(self.turn)
+        self.may_go_on = trio.Event()
+        self.answered: list[bytes] = []
+        self._fd = fd
+
+    async def serve(self, num_tasks: int) -> None:
+        trio.lowlevel.add_instrument(self.turn)
+        async with self.library.open_nursery() as nursery:
+            for _ in range(num_tasks):
+                nursery.start_soon(self._loop, name="reader")
+
+    async def _loop(self) -> None:
+        while True:
+            try:
+                async with self.turn:
+                    await self.library.lowlevel.wait_readable(self._fd)
+            except self.library.ClosedResourceError:
+                return
+            request = os.read(self._fd, 1)
+            if request == b"!":
+                raise BlockingIOError
+            await self.may_go_on.wait()
+            self.answered.append(request)
+
+
+def test_a_session_that_is_told_to_end_answers_what_it_has_read_and_reads_no_more(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = pair
+
+    async def main() -> list[bytes]:
+        session, scope = _Session(near.fileno()), trio.CancelScope()
+
+        async def serve() -> None:
+            with scope:
+                await session.serve(4)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve)
+            far.send(b"ab")
+            await wait_all_tasks_blocked()
+            scope.cancel()
+            await wait_all_tasks_blocked()
+            far.send(b"c")
+            assert session.answered == []
+            session.may_go_on.set()
+        return session.answered
+
+    assert sorted(trio.run(main)) == [b"a", b"b"]
+    assert near.recv(9) == b"c"
+
+
+def test_an_error_of_one_task_lets_the_others_answer_and_another_session_may_begin(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = pair
+
+    async def main() -> list[bytes]:
+        session = _Session(near.fileno())
+
+        async def serve_twice() -> None:
+            with pytest.raises(BaseExceptionGroup):
+                await session.serve(3)
+            assert session.answered == [b"a"]
+            trio.lowlevel.remove_instrument(session.turn)
+            await session.serve(1)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serve_twice)
+            far.send(b"a!")
+            await wait_all_tasks_blocked()
+            session.may_go_on.set()
+            await wait_all_tasks_blocked()
+            far.send(b"b")
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        return session.answered
+
+    assert trio.run(main) == [b"a", b"b"]
 
 
 def test_looking_out_in_vain_ends_and_begins_again_where_requests_come_as_soon(

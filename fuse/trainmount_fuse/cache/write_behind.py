@@ -4,7 +4,7 @@ A fetched range is readable as soon as it is held. It goes when it is on disk an
 seconds later, or when its memory is needed: ranges on disk first, then those that were read and are
 still waiting to be written. So a disk slower than the store loses blocks for the next epoch, but
 hardly slows this one. Only read-ahead waits for it: a moment for ranges to be written, and longer
-where nothing was read yet.
+where nothing was read yet. Small ranges are gathered for a moment and written together.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from typing import Final, NamedTuple
-
-import xxhash
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
 
 from trainmount_fuse.cache.block_file import BlockFile, HeldRange
 from trainmount_fuse.cache.buffers import Buffer, BufferPool, padded_size
-from trainmount_fuse.cache.cache_table import BlockKey, Place
+from trainmount_fuse.cache.cache_table import BlockKey
+from trainmount_fuse.cache.open_cell import OpenCell, Piece
 from trainmount_fuse.cache.shared_cells import SharedCells
 from trainmount_fuse.cache.shared_memory import SharedBuffer, SharedMemory
 from trainmount_fuse.memory import MemoryBudget, return_free_memory
@@ -31,6 +32,11 @@ log = logging.getLogger(__name__)
 
 _MAX_BATCH: Final = 256
 """Ranges written at once: small files come by the hundred, and one call takes them all."""
+
+_GATHER_SECONDS: Final = 0.2
+"""How long less than a cell's worth waits for more: a write, and waking up for it, costs as much
+for one small file as for forty.
+"""
 
 _SHARE_OF_MEMORY: Final = 0.75
 """Of the mount's memory, for read-ahead: readers and uploads find theirs in the rest."""
@@ -57,81 +63,6 @@ _POLL_SECONDS: Final = 0.025
 _LOG_SECONDS: Final = 60.0
 
 
-class _Piece(NamedTuple):
-    """Blocks of a range that stand in one cell, one behind the other."""
-
-    held: HeldRange
-    first: int
-    last: int
-
-    @property
-    def view(self) -> memoryview:
-        """Their bytes, in whole pages."""
-        return self.held.padded_view(self.first, self.last)
-
-
-class _OpenCell:
-    """The cell that is being filled."""
-
-    def __init__(self, cells: SharedCells) -> None:
-        self._cells = cells
-        self._cell: tuple[int, int] | None = None
-        self._filled_bytes = 0
-
-    def write(self, pieces: deque[_Piece]) -> None:
-        """Put on disk what fits into one cell, and take it off `pieces`. Raises OSError."""
-        smallest = padded_size(pieces[0].held.file.length_of(pieces[0].first))
-        if self._filled_bytes + smallest > self._cells.cell_bytes:
-            self.seal()
-        if self._cell is None:
-            self._cell, self._filled_bytes = self._cells.begin_cell(), 0
-        number, generation = self._cell
-        start = self._filled_bytes
-        fitting = _fitting(pieces, self._cells.cell_bytes - start)
-        try:
-            self._cells.write(number, start, [piece.view for piece in fitting])
-        except OSError:
-            self.seal()
-            raise
-        entries: list[tuple[BlockKey, Place]] = []
-        for piece in fitting:
-            file = piece.held.written_file
-            for index in range(piece.first, piece.last + 1):
-                checksum = xxhash.xxh3_64_intdigest(piece.held.view(index))
-                offset = self._filled_bytes + file.offset_of(index - piece.first)
-                place = Place(number, generation, offset, file.length_of(index), checksum)
-                entries.append((file.block_key(index), place))
-            self._filled_bytes += len(piece.view)
-        # After the bytes: whoever finds an entry finds the block.
-        self._cells.publish(number, entries)
-
-    def seal(self) -> None:
-        """Let the cell go; what is in it stays."""
-        if self._cell is not None:
-            number, _generation = self._cell
-            self._cell, self._filled_bytes = None, 0
-            self._cells.seal_cell(number)
-
-
-def _fitting(pieces: deque[_Piece], room: int) -> list[_Piece]:
-    """Take off what fits into so many bytes; the last piece taken may be a part of one."""
-    fitting: list[_Piece] = []
-    while pieces:
-        piece = pieces[0]
-        size = len(piece.view)
-        if size <= room:
-            fitting.append(pieces.popleft())
-            room -= size
-            continue
-        num_blocks = room // piece.held.file.block_size_bytes
-        if num_blocks and piece.last > piece.first:
-            middle = piece.first + num_blocks
-            fitting.append(_Piece(piece.held, piece.first, middle - 1))
-            pieces[0] = _Piece(piece.held, middle, piece.last)
-        return fitting
-    return fitting
-
-
 class WriteBehind:
     """All held ranges of one mount. Any thread may call; only `take` waits."""
 
@@ -144,9 +75,16 @@ class WriteBehind:
         self._memory = memory
         self._max_bytes = int(memory.statistics().limit_bytes * _SHARE_OF_MEMORY)
         # Guards everything below and the ranges. Taken before a file's lock, never after it.
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._has_work = threading.Condition(lock)
+        """What the writer alone waits for."""
         # In the order of their coming; the oldest is written, and let go, first.
         self._queue: OrderedDict[HeldRange, None] = OrderedDict()
+        self._queued_bytes = 0
+        self._write_at = 0.0
+        self._num_waiting = 0
+        """Who waits for the disk."""
         self._clean: OrderedDict[HeldRange, None] = OrderedDict()
         self._held_bytes = 0
         self._num_writing = 0
@@ -221,7 +159,7 @@ class WriteBehind:
             if self._cells is None:
                 self._lose(held)
             else:
-                self._queue[held] = None
+                self._enqueue(held)
             self._changed.notify_all()
 
     def unpin(self, held: HeldRange) -> None:
@@ -257,19 +195,20 @@ class WriteBehind:
                 if held.is_writing:
                     held.is_dropped = True
                     continue
-                self._queue.pop(held, None)
                 self._clean.pop(held, None)
+                if held in self._queue:
+                    self._dequeue(held)
                 self._let_go(held)
 
     def tidy_soon(self) -> None:
         """Cells may have become empty: give their space back to the disk."""
         with self._changed:
             self._is_untidy = True
-            self._changed.notify_all()
+            self._has_work.notify()
 
     def flush(self, seconds: float) -> bool:
         """Wait until all that was held before is on disk or lost; false after that time."""
-        with self._changed:
+        with self._changed, self._waiting_for_disk():
             return self._changed.wait_for(
                 lambda: not self._queue and not self._num_writing, seconds
             )
@@ -279,9 +218,10 @@ class WriteBehind:
         self.flush(seconds)
         with self._changed:
             self._is_closing = True
-            self.dropped_bytes += sum(held.buffer.size_bytes for held in self._queue)
+            self.dropped_bytes += self._queued_bytes
             self._queue.clear()
-            self._changed.notify_all()
+            self._queued_bytes = 0
+            self._has_work.notify()
         if self._cells is not None:
             self._writer.join()
 
@@ -306,8 +246,9 @@ class WriteBehind:
                     return None
                 if waited_seconds > _ROOM_SECONDS:
                     raise OSError(errno.ENOSPC, "no memory for read-ahead")
-                # Memory that others give back wakes nobody here.
-                self._changed.wait(_POLL_SECONDS)
+                with self._waiting_for_disk():
+                    # Memory that others give back wakes nobody here.
+                    self._changed.wait(_POLL_SECONDS)
 
     def _make_room(self, *, can_lose: bool) -> bool:
         """Let one range go that nobody misses now; one not written yet only where it may be
@@ -318,7 +259,7 @@ class WriteBehind:
             return True
         for held in self._queue if can_lose else ():
             if held.may_be_lost:
-                del self._queue[held]
+                self._dequeue(held)
                 self.dropped_bytes += held.buffer.size_bytes
                 self._let_go(held)
                 return True
@@ -351,6 +292,8 @@ class WriteBehind:
             self.pool.trim()
         else:
             self.pool.put_back(held.buffer)
+            # Who had nothing to do may have to give it to the system one day.
+            self._has_work.notify()
         self._held_bytes -= held.buffer.size_bytes
         self._changed.notify_all()
 
@@ -374,10 +317,10 @@ class WriteBehind:
 
     def _run(self) -> None:
         assert self._cells is not None
-        cell = _OpenCell(self._cells)
+        cell = OpenCell(self._cells)
         while batch := self._next():
             try:
-                pieces = deque(_Piece(held, held.first, held.last) for held in batch)
+                pieces = deque(Piece(held, held.first, held.last) for held in batch)
                 while pieces:
                     cell.write(pieces)
             except OSError as error:
@@ -389,16 +332,54 @@ class WriteBehind:
         except OSError:
             log.debug("A cell stays open until another mount joins", exc_info=True)
 
+    def _enqueue(self, held: HeldRange) -> None:
+        if not self._queue:
+            self._write_at = time.monotonic() + _GATHER_SECONDS
+        self._queue[held] = None
+        self._queued_bytes += held.buffer.size_bytes
+        if len(self._queue) == 1 or self._is_due():
+            self._has_work.notify()
+
+    def _dequeue(self, held: HeldRange) -> None:
+        del self._queue[held]
+        self._queued_bytes -= held.buffer.size_bytes
+
+    def _is_due(self) -> bool:
+        """Whether what is queued is written now."""
+        assert self._cells is not None
+        is_enough = self._queued_bytes >= self._cells.cell_bytes or len(self._queue) >= _MAX_BATCH
+        return is_enough or self._num_waiting > 0 or time.monotonic() >= self._write_at
+
+    @contextmanager
+    def _waiting_for_disk(self) -> Iterator[None]:
+        """With the lock held: what is queued is written at once meanwhile."""
+        self._num_waiting += 1
+        self._has_work.notify()
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+
+    def _wait_for_work(self) -> None:
+        while not self._is_closing:
+            if self._queue:
+                if self._is_due():
+                    return
+                self._has_work.wait(max(0.0, self._write_at - time.monotonic()))
+                continue
+            if self._is_untidy:
+                return
+            is_calm = not self._clean and not self.pool.idle_bytes
+            is_idle = is_calm and self._num_calm >= _CALM_ROUNDS[-1]
+            if not self._has_work.wait(None if is_idle else _TIDY_SECONDS):
+                return
+
     def _next(self) -> list[HeldRange]:
         """The next ranges to write; none at the end. Tidies up while there are none."""
         assert self._cells is not None
         while True:
             with self._changed:
-                while not self._queue and not self._is_closing and not self._is_untidy:
-                    is_calm = not self._clean and not self.pool.idle_bytes
-                    is_idle = is_calm and self._num_calm >= _CALM_ROUNDS[-1]
-                    if not self._changed.wait(None if is_idle else _TIDY_SECONDS):
-                        break
+                self._wait_for_work()
                 if self._queue:
                     self._num_calm = 0
                     return self._batch()
@@ -418,7 +399,8 @@ class WriteBehind:
         assert self._cells is not None
         room = self._cells.cell_bytes
         while self._queue and len(batch) < _MAX_BATCH and room > 0:
-            held, _none = self._queue.popitem(last=False)
+            held = next(iter(self._queue))
+            self._dequeue(held)
             held.is_writing = True
             held.written_file = held.file
             room -= held.buffer.size_bytes
@@ -450,7 +432,7 @@ class WriteBehind:
                     # What was published has nobody's name.
                     gone += [file.block_key(i) for i in range(held.first, held.last + 1)]
                 if held.file is not file and not held.is_dropped:
-                    self._queue[held] = None
+                    self._enqueue(held)
                 else:
                     self._retain(held)
             self._num_writing = 0
