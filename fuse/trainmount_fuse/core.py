@@ -316,7 +316,7 @@ class Core:
 
 def file_key(stat: FileStat) -> FileKey:
     """Under what the block cache keeps this version of the file."""
-    return FileKey(stat.path, stat.version, stat.size_bytes)
+    return FileKey(stat.path, stat.version, stat.size_bytes, stat.mtime_ns)
 
 
 def _is_same_file(known: FileStat, stat: FileStat) -> bool:

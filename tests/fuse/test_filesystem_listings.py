@@ -289,6 +289,50 @@ async def test_a_directory_of_several_pages_is_listed_only_for_so_many_more_name
     assert a.volume.calls["stat"] <= 8
 
 
+async def test_names_looked_up_one_after_the_other_are_soon_answered_by_a_listing(
+    world: Any,
+) -> None:
+    a = await world.node(entry_timeout_seconds=1000.0)
+    for number in range(200):
+        (world.remote / f"f{number:03}").write_bytes(b"x" * number)
+    a.volume.calls.clear()
+    sizes = [(await a.stat(f"f{number:03}")).size for number in range(200)]
+    assert sizes == list(range(200))
+    assert (a.volume.calls["list"], a.volume.calls["stat"]) == (1, 16)
+
+
+async def test_a_listing_that_does_not_count_for_others_is_not_asked_for(world: Any) -> None:
+    """Names are believed for no time; or each is looked up by an `open`, which takes no listing's
+    word.
+    """
+    for number in range(60):
+        (world.remote / f"f{number:02}").write_bytes(b"x")
+    a = await world.node("a", entry_timeout_seconds=0.0)
+    a.volume.calls.clear()
+    for number in range(60):
+        assert (await a.stat(f"f{number:02}")).size == 1
+    assert (a.volume.calls["list"], a.volume.calls["stat"]) == (0, 60)
+    b = await world.node("b", entry_timeout_seconds=1000.0)
+    b.volume.calls.clear()
+    for number in range(60):
+        await b.fs.release(await b.open(f"f{number:02}"))
+    assert (b.volume.calls["list"], b.volume.calls["stat"]) == (0, 60)
+
+
+@pytest.mark.parametrize(("num_files", "num_stats"), [(1_500, 16), (4_500, 100)])
+async def test_a_directory_that_proves_large_is_asked_for_its_names_one_by_one(
+    world: Any, num_files: int, num_stats: int
+) -> None:
+    """Two pages tell whether it is, once."""
+    a = await world.node(entry_timeout_seconds=1000.0)
+    for number in range(num_files):
+        (world.remote / f"f{number:04}").write_bytes(b"")
+    a.volume.calls.clear()
+    for number in range(100):
+        await a.stat(f"f{number:04}")
+    assert (a.volume.calls["list"], a.volume.calls["stat"]) == (2, num_stats)
+
+
 async def test_opens_at_once_each_have_an_answer_from_after_they_came(world: Any) -> None:
     """Also where one listing answers for many of them."""
     a, b = await world.node("a", num_worker_threads=16), await world.node("b")

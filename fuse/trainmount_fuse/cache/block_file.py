@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainmount_fuse.cache.buffers import Buffer, padded_size
 from trainmount_fuse.cache.cache_table import BlockKey, Place
@@ -22,6 +22,9 @@ class FileKey:
     path: str
     version: str
     size_bytes: int
+
+    stored_at_ns: int = field(default=0, compare=False)
+    """When the store got it; 0 where nobody knows."""
 
     def name(self, source: str, block_size_bytes: int) -> tuple[int, int]:
         """128 bits that stand for it. Another source or block size is another file."""

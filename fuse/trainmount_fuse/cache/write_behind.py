@@ -38,6 +38,11 @@ _GATHER_SECONDS: Final = 0.2
 for one small file as for forty.
 """
 
+_YOUNG_NS: Final = 3_000_000_000
+"""Files that came to the store less than this ago are not gathered: another content may get the
+same version, whose bytes would be taken for what is written late.
+"""
+
 _SHARE_OF_MEMORY: Final = 0.75
 """Of the mount's memory, for read-ahead: readers and uploads find theirs in the rest."""
 
@@ -333,7 +338,9 @@ class WriteBehind:
             log.debug("A cell stays open until another mount joins", exc_info=True)
 
     def _enqueue(self, held: HeldRange) -> None:
-        if not self._queue:
+        if time.time_ns() - held.file.key.stored_at_ns < _YOUNG_NS:
+            self._write_at = 0.0
+        elif not self._queue:
             self._write_at = time.monotonic() + _GATHER_SECONDS
         self._queue[held] = None
         self._queued_bytes += held.buffer.size_bytes

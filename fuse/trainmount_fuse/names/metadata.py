@@ -46,6 +46,12 @@ answers.
 _MANY_PAGES: Final = 2
 """A directory of more pages is asked for its names one by one."""
 
+_MANY_IN_A_ROW: Final = 16
+"""Names asked for one after the other in one directory while an answer counts, for each page that
+it has, from which on a listing answers for those that come next. A page of a bucket is priced like
+a dozen single answers.
+"""
+
 _LARGE_SECONDS: Final = 60.0
 _MAX_ATTEMPTS: Final = 3
 
@@ -95,6 +101,10 @@ class _Directory:
     num_asking: int = 0
     """Names of it that somebody waits for: that the store is asked for, or a listing."""
 
+    num_single: int = 0
+    """Names that the store was asked for one by one since `single_since`, and no open followed."""
+
+    single_since: float = -math.inf
     large_until: float = -math.inf
     """Until then it is taken for too large to be listed for a few names."""
 
@@ -102,10 +112,23 @@ class _Directory:
     """Held while it is listed for single names."""
 
     @property
-    def is_crowded(self) -> bool:
-        """Whether a listing costs less than an answer for each name that is waited for."""
+    def is_worth_listing(self) -> bool:
+        """Whether a listing costs less than an answer for each name that is waited for, or that
+        comes next where names go on coming.
+        """
         num_pages = max(1, -(-len(self.entries) // _PAGE_ENTRIES))
-        return self.num_asking >= _MANY_AT_ONCE * num_pages
+        return (
+            self.num_asking >= _MANY_AT_ONCE * num_pages
+            or self.num_single >= _MANY_IN_A_ROW * num_pages
+        )
+
+    def note_single(self, now: float, max_age_seconds: float) -> None:
+        """The store is asked for one name, and its answer counts that long."""
+        if not max_age_seconds:
+            return
+        if now - self.single_since >= max_age_seconds:
+            self.num_single, self.single_since = 0, now
+        self.num_single += 1
 
 
 class Metadata:
@@ -209,7 +232,7 @@ class Metadata:
         for _attempt in range(_MAX_ATTEMPTS):
             arrived_at = time.monotonic()
             answer = self._known(known, name, max_age_seconds, max_absence)
-            if answer is None and known.is_crowded and known.large_until < arrived_at:
+            if answer is None and known.is_worth_listing and known.large_until < arrived_at:
                 look = partial(self._known, known, name, max_age_seconds, max_absence, arrived_at)
                 known.num_asking += 1
                 try:
@@ -227,6 +250,7 @@ class Metadata:
             now = time.monotonic()
             self._num_stats += 1
             known.num_asking += 1
+            known.note_single(now, max_age_seconds)
             try:
                 stat = await self._workers.call(
                     _stat, self._volume, path, self._has_twins, was_directory
@@ -277,15 +301,23 @@ class Metadata:
         async with known.lock:
             if look() is not None or known.large_until > time.monotonic():
                 return
-            if not known.is_crowded:
+            if not known.is_worth_listing:
                 return
+            max_pages = max(_MANY_PAGES, known.num_single // _MANY_IN_A_ROW)
+            known.num_single = 0
             reading = Reading(directory.ino, self._inodes.path_of(directory), time.monotonic())
             known.reading = reading
-            for index in range(_MANY_PAGES):
+            for index in range(max_pages):
                 page = await self.page(reading, index)
                 if page.next_token is None:
                     return
             known.large_until = time.monotonic() + _LARGE_SECONDS
+
+    def note_opened(self, directory_ino: int) -> None:
+        """The answer for a name served an open, which takes no listing's word."""
+        known = self._directories.get(directory_ino)
+        if known is not None and known.num_single:
+            known.num_single -= 1
 
     def listed(self, directory_ino: int) -> tuple[Mapping[str, FileStat], float]:
         """The entries of the newest whole listing that is kept, and when it was asked for; none and

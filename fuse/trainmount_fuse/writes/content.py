@@ -267,7 +267,9 @@ class Content:
                 return
             raise core.look_up_again("the name has another file now")
         current = inode
-        if not is_asked:
+        if is_asked:
+            core.metadata.note_opened(inode.parent_ino)
+        else:
             try:
                 current = await core.refresh(inode, core.settings.open_timeout_seconds)
             except FileNotFoundError as error:
